@@ -1,0 +1,20 @@
+"""Environment, import paths and the tiny checkpoint for every test."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness import environment  # noqa: E402  (before sglang, torch and triton)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> str:
+    """Folder of the tiny DeepSeek-V3.2 checkpoint, written once into build/models."""
+    from tiny_model import TinySpec, write_checkpoint
+
+    folder = environment.MODELS / "tiny"
+    write_checkpoint(folder, TinySpec())
+    return str(folder)
