@@ -60,7 +60,7 @@ class Base:
         (record,) = self.python.glob("*.dist-info/RECORD")
         found = {}
         for name, hashed, _size in csv.reader(io.StringIO(record.read_text())):
-            if hashed and ".dist-info/" not in name:
+            if hashed and name.startswith("sglang/"):
                 code = hashed.removeprefix("sha256=")
                 found[f"python/{name}"] = base64.urlsafe_b64decode(code + "==").hex()
         return found

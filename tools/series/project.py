@@ -95,10 +95,13 @@ class Project:
         return found
 
     def owned_file(self, path: str) -> Path:
-        """Return where an owned file lies. Raises SeriesError when it does not exist."""
+        """Return where a new file lies.
+
+        Raises SeriesError when it does not exist, or is a file of the base.
+        """
         source = self.root / path
         if not source.is_file():
-            raise SeriesError(f"{path}: owned by a patch, but not there")
+            raise SeriesError(f"{path}: listed under Owns of a patch, but not there")
         if path in self.base.files:
             raise SeriesError(f"{path}: a file of the base; edit it by hunks instead")
         return source

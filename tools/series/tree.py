@@ -56,7 +56,8 @@ class Tree:
             state = self._prepare()
             inputs = _inputs(patches)
             edits = self.edits(state)
-            if inputs == state.inputs and not (force and edits) and self._links_stand(state):
+            owned = self._owned(patches, upto)
+            if inputs == state.inputs and not (force and edits) and self._links_stand(state, owned):
                 state.upto = upto
                 self._save(state)
                 return edits
@@ -64,7 +65,7 @@ class Tree:
             wanted = {path: digest(content) for path, content in final.items()}
             keep = [] if force else self._keep(edits, wanted, state)
             self._write(final, edits, keep, state, force)
-            self._link(patches, state)
+            self._link(owned, state)
             state.touched, state.inputs, state.upto = wanted, inputs, upto
             self._save(state)
             return keep
@@ -160,9 +161,18 @@ class Tree:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
 
-    def _link(self, patches: tuple[Patch, ...], state: State) -> None:
-        """Make the links to the owned files of `patches`, and drop all others."""
-        owned = {path: self.project.owned_file(path) for item in patches for path in item.owns}
+    def _owned(self, patches: tuple[Patch, ...], upto: str | None) -> dict[str, Path]:
+        """Return where the new files lie that belong into the tree.
+
+        A tree of the whole series also gets new files that no patch owns yet.
+        """
+        paths = {path for item in patches for path in item.owns}
+        if upto is None:
+            paths.update(self.project.new_files())
+        return {path: self.project.owned_file(path) for path in sorted(paths)}
+
+    def _link(self, owned: dict[str, Path], state: State) -> None:
+        """Make the links to the files in `owned`, and drop all others."""
         for path in state.links:
             link = self.folder / path
             if link.is_symlink():
@@ -177,13 +187,12 @@ class Tree:
             link.symlink_to(source.resolve())
         state.links = sorted(owned)
 
-    def _links_stand(self, state: State) -> bool:
-        """Whether every link of the last build is there and leads to a file here."""
-        return all(
+    def _links_stand(self, state: State, owned: dict[str, Path]) -> bool:
+        """Whether the links of the last build are those to `owned`, and all in place."""
+        return state.links == sorted(owned) and all(
             (self.folder / path).is_symlink()
-            and (self.folder / path).resolve() == (self.project.root / path).resolve()
-            and (self.project.root / path).is_file()
-            for path in state.links
+            and (self.folder / path).resolve() == source.resolve()
+            for path, source in owned.items()
         )
 
     def _save(self, state: State) -> None:
