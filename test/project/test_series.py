@@ -232,7 +232,8 @@ class TestBuild:
         repo.two_patches()
         repo.run("build")
         repo.series("0001-fix-args")
-        (repo.root / "patches" / "0002-offload.patch").unlink()
+        for path in ("patches/0002-offload.patch", NEW, TEST):
+            (repo.root / path).unlink()
         repo.run("build")
         assert not os.path.lexists(repo.tree / NEW) and not (repo.tree / "test").exists()
         text = (repo.tree / ARGS).read_text()
