@@ -1,0 +1,42 @@
+# make setup   a virtual environment with all that is needed, without a GPU
+# make build   SGLang with the series applied, in build/sglang
+# make demo    see the feature at work
+# make test    all tests, every prefix of the series, the count of touched lines
+# make export  the series as git commits and mails, in build/export
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+SERIES := $(PYTHON) -m tools.series
+STAMP := $(VENV)/.setup-done
+JOBS := 2
+
+export SGLANG_USE_CPU_ENGINE := 1
+export TORCHDYNAMO_DISABLE := 1
+export HF_HUB_OFFLINE := 1
+RUN := PYTHONPATH=cpu_reference:build/sglang/python $(PYTHON)
+
+.PHONY: setup build demo test export clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements.txt requirements-test.txt requirements-nodeps.txt tools/setup.sh
+	sh tools/setup.sh $(VENV)
+	touch $@
+
+build: setup
+	$(SERIES) build
+
+demo: build
+	$(RUN) -m demo
+
+test: build
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile test
+	$(SERIES) check
+	$(SERIES) count
+
+export: build
+	rm -rf build/export
+	$(SERIES) export build/export --mails
+
+clean:
+	rm -rf build
