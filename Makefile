@@ -9,6 +9,7 @@ PYTHON := $(VENV)/bin/python
 SERIES := $(PYTHON) -m tools.series
 STAMP := $(VENV)/.setup-done
 JOBS := 2
+CHECK := --tests
 
 export SGLANG_USE_CPU_ENGINE := 1
 export TORCHDYNAMO_DISABLE := 1
@@ -31,7 +32,7 @@ demo: build
 
 test: build
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile test
-	$(SERIES) check
+	$(SERIES) check $(CHECK)
 	$(SERIES) count
 
 export: build

@@ -2,11 +2,10 @@
 # Make .venv and install the pinned requirements: sh tools/setup.sh VENV
 #
 # Needs a Python that can make a virtual environment. On Debian, as root, the
-# packages that are missing for it are installed; otherwise they are named.
+# package that may be missing for it is installed; otherwise it is named.
 set -eu
 
 venv=$1
-packages="python3-venv libnuma1"
 
 usable() {
     "$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
@@ -23,29 +22,14 @@ find_python() {
     return 1
 }
 
-has_system_packages() {
-    find_python >/dev/null && ldconfig -p 2>/dev/null | grep -q 'libnuma\.so\.1'
-}
-
-# ldconfig is not on every user's PATH.
-PATH=$PATH:/usr/sbin:/sbin
-
-if ! has_system_packages; then
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        apt-get update -qq
-        # shellcheck disable=SC2086
-        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages
-    elif ! find_python >/dev/null; then
-        echo "setup: needs Python 3.11 to 3.13 with venv; as root: apt-get install $packages" >&2
-        exit 2
-    else
-        echo "setup: libnuma is missing, which some transfer backends load: apt-get install libnuma1" >&2
-    fi
+if ! find_python >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv
 fi
 
 if [ ! -x "$venv/bin/python" ]; then
     python=$(find_python) || {
-        echo "setup: found no Python 3.11 to 3.13 that can make a virtual environment" >&2
+        echo "setup: needs Python 3.11 to 3.13 with venv; on Debian: apt-get install python3-venv" >&2
         exit 2
     }
     "$python" -m venv "$venv"

@@ -291,7 +291,7 @@ class TestRefresh:
         repo.run("build")
         (repo.tree / ARGS).write_text((repo.tree / ARGS).read_text() + "edit = 1\n")
         before = repo.read("0001-fix-args")
-        assert f"{ARGS}: last touched by 0002-offload" in repo.fails("refresh", "0001-fix-args")
+        assert f"{ARGS}: also touched by 0002-offload" in repo.fails("refresh", "0001-fix-args")
         assert repo.read("0001-fix-args") == before
 
     def test_named_files_only(self, repo):
@@ -302,7 +302,16 @@ class TestRefresh:
         repo.run("refresh", "0001-fix-args", repo.tree / POOL)
         assert POOL in repo.read("0001-fix-args")
         assert "kept an unrefreshed edit" in repo.run("build")
-        assert "last touched" in repo.fails("refresh", "0001-fix-args", ARGS)
+        assert "comes later" in repo.fails("refresh", "0001-fix-args", ARGS)
+
+    def test_takes_a_file_that_only_an_earlier_patch_touched(self, repo):
+        repo.two_patches()
+        repo.patch("0002-offload", header("Add offload", [NEW, TEST]))
+        repo.run("build")
+        (repo.tree / ARGS).write_text((repo.tree / ARGS).read_text() + "edit = 1\n")
+        repo.run("refresh", "0002-offload")
+        assert "+edit = 1" in repo.read("0002-offload")
+        assert "edit" not in repo.read("0001-fix-args")
 
     def test_earlier_patch_in_a_prefix_moves_the_later_ones(self, repo):
         repo.two_patches()
@@ -470,6 +479,17 @@ class TestCheck:
         said = repo.run("check", "--tests", "--stubs", repo.root)
         assert "0001-fix-args: 1 edited, 0 new, 1 modules import" in said
         assert "2 modules import, 1 passed" in said
+
+    def test_shared_test_helpers_see_the_prefix(self, repo):
+        repo.two_patches()
+        place = "ROOT = __import__('pathlib').Path(__file__).resolve().parents[1]\n"
+        repo.write("test/helper.py", place)
+        repo.write("test/conftest.py", "import os, sys\nsys.path.insert(0, os.path.dirname(__file__))\n")
+        body = "import helper\nimport sglang.srt.args as args\n\n\ndef test():\n"
+        body += "    assert args.__file__ == str(helper.ROOT / 'build/sglang/python/sglang/srt/args.py')\n"
+        repo.write(TEST, body)
+        repo.run("build")
+        assert "1 passed" in repo.run("check", "--tests")
 
     def test_prefix_that_does_not_import(self, repo):
         repo.two_patches()

@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
+TREE = "build/sglang"
 
 # Imports each module named on the command line; prints a JSON map of name to fault.
 _IMPORTER = """
@@ -64,21 +65,24 @@ def layout(project: Project) -> None:
 def prefixes(project: Project, options: Options, say: Callable[[str], None]) -> None:
     """Walk a copy of the base through the series, checking it after each patch.
 
+    The copy lies in ``build/check``, a stand-in for this repository at that prefix.
+
     `say` is told one line a patch. Raises SeriesError at the first prefix that
     does not apply, import or pass.
     """
     series = project.series
     states = stack.fold(project.base, series)
     top = project.root / "build" / "check"
-    shutil.rmtree(top, ignore_errors=True)
-    shutil.copytree(project.base.python / "sglang", top / "python" / "sglang")
+    tree = top / TREE
+    _stand_in(project, top)
     broken = _baseline(top, series, options) if options.imports and series else {}
     for name, fault in broken.items():
         say(f"  {name} does not import from the base either, so it is left out: {fault}")
     for index, item in enumerate(series):
-        stack.write(top, {path: states[index + 1][path] for path in item.touches})
+        stack.write(tree, {path: states[index + 1][path] for path in item.touches})
         for path in item.owns:
-            stack.write(top, {path: project.owned_file(path).read_bytes()})
+            content = project.owned_file(path).read_bytes()
+            stack.write(top if path.startswith("test/") else tree, {path: content})
         done = [f"{len(item.touches)} edited", f"{len(item.owns)} new"]
         if options.imports:
             names = [name for name in _modules(series[: index + 1]) if name not in broken]
@@ -100,6 +104,23 @@ def same_as_tree(project: Project, tree: Tree) -> None:
         raise SeriesError(f"{tree.folder / path}: differs from the series; build or refresh")
     if state.links != owned:
         raise SeriesError(f"{tree.folder}: lacks or has links beyond the series; build it")
+
+
+def _stand_in(project: Project, top: Path) -> None:
+    """Make `top` look like this repository with an empty series, built.
+
+    What the tests share (``test/conftest.py``, helpers) is copied, so that it
+    finds the tree of the prefix by its own place and not the full one.
+    """
+    shutil.rmtree(top, ignore_errors=True)
+    shutil.copytree(project.base.python / "sglang", top / TREE / "python" / "sglang")
+    skipped = ("srt", "project", "__pycache__")
+    if (project.root / "test").is_dir():
+        ignore = shutil.ignore_patterns(*skipped)
+        shutil.copytree(project.root / "test", top / "test", ignore=ignore)
+    for name in ("pytest.ini", "cpu_reference"):
+        if (project.root / name).exists():
+            (top / name).symlink_to(project.root / name)
 
 
 def _baseline(top: Path, series: tuple[Patch, ...], options: Options) -> dict[str, str]:
@@ -140,7 +161,7 @@ def _import_all(top: Path, item: Patch, names: list[str], options: Options) -> N
 
 
 def _faults(top: Path, names: list[str], options: Options) -> dict[str, str]:
-    """Return what went wrong on importing each of `names` from the tree at `top`."""
+    """Return what went wrong on importing each of `names` from the build tree in `top`."""
     if not names:
         return {}
     command = [sys.executable, "-c", _IMPORTER, *names]
@@ -166,8 +187,8 @@ def _run_tests(top: Path, item: Patch, tests: list[str], options: Options) -> st
 
 
 def _python(command: list[str], top: Path, options: Options, timeout: int):
-    """Run `command` with the stubs and the tree at `top` on PYTHONPATH."""
-    path = os.pathsep.join([str(options.stubs.absolute()), str((top / "python").absolute())])
+    """Run `command` in `top`, with the stubs and its build tree on PYTHONPATH."""
+    path = os.pathsep.join([str(options.stubs.absolute()), str(top.absolute() / TREE / "python")])
     env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
     try:
         return subprocess.run(

@@ -17,7 +17,7 @@ def refresh(project: Project, name: str, tree: Tree, only: list[str]) -> list[st
     its hunks are rewritten to their new lines. Returns the paths taken.
 
     Raises SeriesError, with every patch unchanged, when an edited file is last
-    touched (within the tree's prefix) by another patch, is not an upstream file,
+    touched (within the tree's prefix) by a later patch, is not an upstream file,
     or when a later patch no longer applies.
     """
     index = project.index(name)
@@ -57,12 +57,13 @@ def _taken(project, name, tree, built, final, only) -> list[str]:
             raise SeriesError(f"{tree.folder / path}: deleted; a patch only edits files")
         edited.append(path)
     wanted = [_upstream(project, tree, path) for path in only] or edited
+    behind = built[project.index(name) + 1 :]
     for path in wanted:
-        last = [item.name for item in built if path in item.touches][-1:]
-        if path in edited and last and last != [project.series[project.index(name)].name]:
+        later = [item.name for item in behind if path in item.touches]
+        if path in edited and later:
             raise SeriesError(
-                f"{path}: last touched by {last[0]}; refresh that, name the other files only, "
-                f"or edit in a tree built with --upto {name}"
+                f"{path}: also touched by {later[-1]}, which comes later; refresh that, name "
+                f"the other files only, or edit in a tree built with --upto {name}"
             )
     return [path for path in wanted if path in edited]
 
