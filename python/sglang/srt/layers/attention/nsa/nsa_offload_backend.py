@@ -1,0 +1,119 @@
+"""DSA attention over device windows, for ``--enable-decode-nsa-kv-offload``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Optional
+
+import torch
+
+from sglang.srt.layers.attention.nsa_backend import (
+    NativeSparseAttnBackend,
+    NSAIndexerMetadata,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class NSAOffloadAttnBackend(NativeSparseAttnBackend):
+    """The base backend, given page tables of device slots.
+
+    Decode asks for unfused top-k (positions), makes them resident, and hands the base their
+    device slots in place of its fused top-k. Prefill keeps the fused top-k and swaps the page
+    table it reads for one of staging slots. Attention kernels are the base's own.
+    """
+
+    # Set by the CUDA graph runner around a replay; None otherwise.
+    _replay_forward_batch: Optional["ForwardBatch"] = None
+
+    def __init__(self, model_runner: "ModelRunner"):
+        super().__init__(model_runner)
+        self.coordinator = model_runner.req_to_token_pool.sparse_coordinator
+
+    def init_forward_metadata(self, forward_batch: "ForwardBatch"):
+        self.coordinator.forward_begin(forward_batch)
+        super().init_forward_metadata(forward_batch)
+        if forward_batch.forward_mode.is_decode_or_idle():
+            return
+        staged = self.coordinator.staging.device_slots
+        metadata = self.forward_metadata
+        flattened = metadata.page_table_1_flattened
+        # real_page_table addresses index keys and stays in host slots.
+        self.forward_metadata = replace(
+            metadata,
+            page_table_1=staged(metadata.page_table_1),
+            page_table_1_flattened=None if flattened is None else staged(flattened),
+        )
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int):
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self.coordinator.reserve_batch(max(max_bs, max_num_tokens))
+
+    def init_forward_metadata_capture_cuda_graph(
+        self, bs, num_tokens, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info
+    ):
+        self.coordinator.padding_begin(bs)
+        super().init_forward_metadata_capture_cuda_graph(
+            bs, num_tokens, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info
+        )
+
+    def init_forward_metadata_replay_cuda_graph(
+        self, bs, req_pool_indices, seq_lens, *args, **kwargs
+    ):
+        # Padded rows carry the request rows of an older batch, so only the real ones count.
+        num_real = self._replay_forward_batch.batch_size
+        self.coordinator.decode_begin(bs, num_real, req_pool_indices, seq_lens)
+        super().init_forward_metadata_replay_cuda_graph(
+            bs, req_pool_indices, seq_lens, *args, **kwargs
+        )
+
+    def set_nsa_prefill_impl(self, forward_batch: Optional["ForwardBatch"] = None):
+        super().set_nsa_prefill_impl(forward_batch)
+        if self.use_mha and any(forward_batch.extend_prefix_lens_cpu):
+            # Dense attention over a prefix reads the pool by host slot.
+            self.use_mha = False
+
+    def get_indexer_metadata(
+        self, layer_id: int, forward_batch: "ForwardBatch"
+    ) -> NSAIndexerMetadata:
+        metadata = super().get_indexer_metadata(layer_id, forward_batch)
+        if forward_batch.forward_mode.is_decode_or_idle():
+            return replace(metadata, force_unfused_topk=True)
+        return metadata
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        *args,
+        topk_indices: Optional[torch.Tensor] = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        page_table = self.coordinator.attention_begin(
+            q, k, v, layer, forward_batch, self.forward_metadata, topk_indices=topk_indices
+        )
+        output = super().forward_decode(
+            q, k, v, layer, forward_batch, *args, topk_indices=page_table, **kwargs
+        )
+        self.coordinator.attention_end(output, layer, forward_batch)
+        return output
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        *args,
+        **kwargs,
+    ) -> torch.Tensor:
+        output = super().forward_extend(q, k, v, layer, forward_batch, *args, **kwargs)
+        self.coordinator.attention_end(output, layer, forward_batch)
+        return output

@@ -1,0 +1,128 @@
+"""The one configuration of decode KV offloading: parsed once, frozen, checked by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Optional
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+CONFIG_FLAG = "--decode-nsa-kv-offload-config"
+# FlashMLA views the device buffer as pages of 64 rows, and window offsets are int16.
+SLOT_MULTIPLE = 64
+MAX_WINDOW_SLOTS = 1 << 15
+
+
+@dataclass(frozen=True)
+class NSAKVOffloadConfig:
+    """Settings of ``--decode-nsa-kv-offload-config`` (JSON); sizes are per TP rank.
+
+    Attributes:
+        window_size: LRU rows a running request keeps on the device in every layer. At least
+            the model's top-k; a multiple of 64. Default: twice the top-k.
+        write_back_ring: newest rows kept on the device outside the LRU until they are on the
+            host; a multiple of 64.
+        host_size_gb: host memory for latent KV in GB (1e9 bytes); takes precedence over
+            ``host_ratio``.
+        host_ratio: host rows for each logical slot that index-key memory allows, above 0 and
+            at most 1: a row without an index key has no use.
+    """
+
+    window_size: int
+    write_back_ring: int = 64
+    host_size_gb: Optional[float] = None
+    host_ratio: float = 1.0
+
+    @property
+    def window_slots(self) -> int:
+        """Device slots of one window: the LRU part and the ring."""
+        return self.window_size + self.write_back_ring
+
+    @classmethod
+    def from_json(cls, text: Optional[str], top_k: int) -> "NSAKVOffloadConfig":
+        """Parse and check.
+
+        Args:
+            text: the JSON object, or None for the defaults.
+            top_k: the model's ``index_topk``.
+
+        Raises:
+            ValueError: names the flag, the key, the value and the legal range.
+        """
+        values = _parse_object(text)
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(
+                f"{CONFIG_FLAG}: unknown key {unknown[0]!r}; known keys are {known}."
+            )
+        values.setdefault("window_size", 2 * top_k)
+        _check_slots("window_size", values["window_size"], minimum=top_k)
+        _check_slots("write_back_ring", values.get("write_back_ring", SLOT_MULTIPLE), 64)
+        _check_positive("host_size_gb", values.get("host_size_gb"))
+        _check_positive("host_ratio", values.get("host_ratio"))
+        if values.get("host_ratio") is not None and values["host_ratio"] > 1:
+            raise ValueError(
+                f"{CONFIG_FLAG}: host_ratio={values['host_ratio']} is above 1; host rows "
+                "beyond the index keys on the device could never be used. Give at most 1.0."
+            )
+        config = cls(**{key: value for key, value in values.items() if value is not None})
+        if config.window_slots > MAX_WINDOW_SLOTS:
+            raise ValueError(
+                f"{CONFIG_FLAG}: window_size + write_back_ring = {config.window_slots} is "
+                f"above {MAX_WINDOW_SLOTS}, the range of a 16-bit window offset."
+            )
+        return config
+
+    @classmethod
+    def from_server_args(cls, server_args: "ServerArgs") -> "NSAKVOffloadConfig":
+        """The configuration of a server whose model is a DSA model."""
+        from sglang.srt.configs.model_config import get_nsa_index_topk
+
+        hf_config = server_args.get_model_config().hf_config
+        return cls.from_json(
+            server_args.decode_nsa_kv_offload_config, get_nsa_index_topk(hf_config)
+        )
+
+
+def _parse_object(text: Optional[str]) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{CONFIG_FLAG}={text!r} is not JSON ({error}); give an object such as "
+            '\'{"window_size": 4096, "host_size_gb": 200}\'.'
+        ) from error
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{CONFIG_FLAG}={text!r} is not a JSON object; give one such as "
+            '\'{"window_size": 4096}\'.'
+        )
+    return values
+
+
+def _check_slots(key: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{CONFIG_FLAG}: {key}={value!r} must be an integer above 0.")
+    if value < minimum:
+        raise ValueError(
+            f"{CONFIG_FLAG}: {key}={value} is under {minimum}"
+            + (", the model's top-k" if key == "window_size" else "")
+            + f"; give a multiple of {SLOT_MULTIPLE} that is at least {minimum}."
+        )
+    if value % SLOT_MULTIPLE:
+        raise ValueError(
+            f"{CONFIG_FLAG}: {key}={value} is no multiple of {SLOT_MULTIPLE}; the next legal "
+            f"value is {-(-value // SLOT_MULTIPLE) * SLOT_MULTIPLE}."
+        )
+
+
+def _check_positive(key: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{CONFIG_FLAG}: {key}={value!r} must be a number above 0.")

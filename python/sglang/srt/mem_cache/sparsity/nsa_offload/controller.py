@@ -1,0 +1,135 @@
+"""Copies of latent rows between the device windows and the host pool, and their order."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from sgl_kernel.kvcacheio import transfer_kv_all_layer_mla, transfer_kv_per_layer_mla
+
+from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
+
+
+class SparseCacheController:
+    """Moves single tokens; owns the two copy streams, every event and every wait.
+
+    Order, with ``load`` on the stream of the forward that needs the rows:
+
+    * host to device: ``load_layer`` runs after what the forward stream has queued so far, and
+      its event must be waited on before the rows are read;
+    * device to host: ``store_layer`` (prefill) and ``write_back`` (decode) run after what
+      the calling stream has queued so far; ``wait_for_stores`` orders all of them before
+      whatever the current stream does next.
+
+    On a CPU device streams do nothing and every copy is done on return.
+    """
+
+    def __init__(
+        self, device_pool: NSAOffloadTokenToKVPool, host_pool: NSAKVOnlyTokenToKVPoolHost
+    ):
+        self._device_kv = device_pool.kv_buffer
+        self._device_ptrs = device_pool.data_ptrs
+        self._host_kv = host_pool.kv_buffer
+        self._host_ptrs = host_pool.layer_ptrs
+        self._row_bytes = host_pool.row_bytes
+        self._num_layers = device_pool.layer_num
+        self._module = torch.get_device_module(device_pool.device)
+        self._on_gpu = torch.device(device_pool.device).type != "cpu"
+        self._load_stream = self._module.Stream()
+        self._store_stream = self._module.Stream()
+        self._stored: Optional[torch.Event] = None
+        # Rows sent to the host; the host's own counts, so reading them costs nothing.
+        self.rows_stored = 0
+
+    def load_layer(
+        self, layer: int, host_slots: torch.Tensor, device_slots: torch.Tensor
+    ) -> torch.Event:
+        """Copy rows of one layer from the host; the caller waits on the returned event.
+
+        The lists have a fixed length so that a CUDA graph can replay the copy: entries of -1
+        become a copy of the padding row 0 onto itself.
+
+        Args:
+            layer: index within this rank.
+            host_slots: int64, -1 for none.
+            device_slots: int64, same shape, -1 for none.
+        """
+        source, target = host_slots.flatten().clamp_min(0), device_slots.flatten().clamp_min(0)
+        with self._after_current(self._load_stream, source, target):
+            transfer_kv_per_layer_mla(
+                src=self._host_kv[layer],
+                dst=self._device_kv[layer],
+                src_indices=source,
+                dst_indices=target,
+                item_size=self._row_bytes,
+            )
+            return self._record(self._load_stream)
+
+    def store_layer(
+        self, layer: int, device_slots: torch.Tensor, host_slots: torch.Tensor
+    ) -> None:
+        """Copy rows of one layer to the host: prompt rows, from inside the prefill forward.
+
+        Args:
+            layer: index within this rank.
+            device_slots: ``[n]`` int64 staging slots.
+            host_slots: ``[n]`` int64.
+        """
+        with self._after_current(self._store_stream, device_slots, host_slots):
+            transfer_kv_per_layer_mla(
+                src=self._device_kv[layer],
+                dst=self._host_kv[layer],
+                src_indices=device_slots,
+                dst_indices=host_slots,
+                item_size=self._row_bytes,
+            )
+            self._stored = self._record(self._store_stream)
+        if layer == 0:
+            self.rows_stored += host_slots.numel()
+
+    def write_back(self, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
+        """Copy rows of all layers to the host: the new rows of a decode step.
+
+        Args:
+            device_slots: ``[n]`` int64 ring slots.
+            host_slots: ``[n]`` int64.
+        """
+        with self._after_current(self._store_stream, device_slots, host_slots):
+            transfer_kv_all_layer_mla(
+                src_layers=self._device_ptrs,
+                dst_layers=self._host_ptrs,
+                src_indices=device_slots,
+                dst_indices=host_slots,
+                item_size=self._row_bytes,
+                num_layers=self._num_layers,
+            )
+            self._stored = self._record(self._store_stream)
+        self.rows_stored += host_slots.numel()
+
+    def wait_for_stores(self) -> None:
+        """Order every copy to the host issued so far before the current stream's next work."""
+        if self._stored is not None:
+            self._module.current_stream().wait_event(self._stored)
+
+    def wait(self, event: torch.Event) -> None:
+        """Order the copy behind ``event`` before the current stream's next work."""
+        self._module.current_stream().wait_event(event)
+
+    def synchronize(self) -> None:
+        """Block until every copy to the host is done; for idle moments and CPU readers."""
+        if self._stored is not None:
+            self._stored.synchronize()
+
+    def _after_current(self, stream, *inputs: torch.Tensor):
+        """Enter ``stream`` behind the current one; keep the inputs alive for it."""
+        stream.wait_stream(self._module.current_stream())
+        if self._on_gpu:
+            for tensor in inputs:
+                tensor.record_stream(stream)
+        return self._module.stream(stream)
+
+    def _record(self, stream) -> torch.Event:
+        event = self._module.Event()
+        event.record(stream)
+        return event

@@ -1,0 +1,348 @@
+"""Lifecycle of offloaded requests: who owns which window, and what each forward needs."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+
+import torch
+
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.sparsity.algorithms.deepseek_nsa import DeepSeekNSAAlgorithm
+from sglang.srt.mem_cache.sparsity.core.sparse_coordinator import (
+    SparseConfig,
+    SparseCoordinator,
+)
+from sglang.srt.mem_cache.sparsity.nsa_offload.adaptor import NSAOffloadBackendAdaptor
+from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
+from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
+from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
+from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
+from sglang.srt.mem_cache.sparsity.nsa_offload.staging import PrefillStaging
+from sglang.srt.mem_cache.sparsity.nsa_offload.window_allocator import (
+    SparseSlotAllocator,
+    Window,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+logger = logging.getLogger(__name__)
+
+
+class Lease(NamedTuple):
+    """A request row's hold on a window, from its first decode step to the row's ``free``.
+
+    Attributes:
+        window: the device slots.
+        first_position: first position that decoding writes; earlier ones are on the host.
+    """
+
+    window: Window
+    first_position: int
+
+
+class NSAOffloadCoordinator(SparseCoordinator):
+    """Called by the scheduler (on the CPU, ahead of the GPU) and by the attention backend.
+
+    Scheduler side, in the order of a request's life: ``prepare_extend``, ``prepare_decode``
+    (which begins a request), ``forward_end``, ``on_request_end``. These only change CPU
+    state and queue what the tables need. ``forward_begin`` applies the queue on the forward
+    stream, so a change is ordered after every forward launched before it.
+
+    Backend side, in every layer: ``attention_begin``, ``attention_end``.
+    """
+
+    def __init__(
+        self,
+        sizes: OffloadSizes,
+        top_k: int,
+        req_to_token_pool: ReqToTokenPool,
+        device_pool: NSAOffloadTokenToKVPool,
+        host_pool: NSAKVOnlyTokenToKVPoolHost,
+    ):
+        device = device_pool.device
+        self.sizes = sizes
+        self.host_pool = host_pool
+        self.windows = SparseSlotAllocator(sizes)
+        self.staging = PrefillStaging(
+            sizes, device_pool.size // sizes.page_size, device
+        )
+        self.lru = LRUCacheState(
+            sizes.num_layers,
+            sizes.num_windows,
+            sizes.lru_slots,
+            sizes.ring_slots,
+            req_to_token_pool.req_to_token.shape[1],
+            device,
+        )
+        self.controller = SparseCacheController(device_pool, host_pool)
+        config = SparseConfig(
+            top_k=top_k,
+            device_buffer_size=sizes.window_slots,
+            host_to_device_ratio=1,
+            page_size=1,
+            min_sparse_prompt_len=0,
+        )
+        super().__init__(
+            config,
+            DeepSeekNSAAlgorithm(config, device),
+            NSAOffloadBackendAdaptor(
+                device, req_to_token_pool, sizes, self.lru, self.controller
+            ),
+            req_to_token_pool,
+            device_pool,
+            device_pool.start_layer,
+            device_pool.start_layer + device_pool.layer_num,
+            device,
+        )
+        # CPU state, owned by the scheduler thread.
+        self._leases: dict[int, Lease] = {}
+        self._admitted_rows: list[int] = []
+        self._released: list[tuple[int, int]] = []  # (request row, window index)
+        # Device state, changed on the forward stream only.
+        rows = req_to_token_pool.req_to_token.shape[0]
+        self._window_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        self.reserve_batch(rows)
+
+    # ---- scheduler side -------------------------------------------------------------
+
+    def prepare_extend(self, batch: "ScheduleBatch") -> None:
+        """Stage the tokens of a prefill batch; its requests have their rows and slots."""
+        self.staging.recycle()
+        for req, prefix_len, extend_len in zip(
+            batch.reqs, batch.prefix_lens, batch.extend_lens
+        ):
+            seq_len = prefix_len + extend_len
+            prompt_len = len(req.origin_input_ids) + len(req.output_ids)
+            self.staging.stage(
+                req.req_pool_idx, prefix_len, seq_len, is_last_chunk=seq_len >= prompt_len
+            )
+
+    def prepare_decode(self, batch: "ScheduleBatch") -> None:
+        """Give each request of a decode batch its window; call before lengths grow."""
+        self.staging.recycle()
+        for req, seq_len in zip(batch.reqs, batch.seq_lens_cpu.tolist()):
+            if req.req_pool_idx not in self._leases:
+                self.on_request_begin(req, first_position=seq_len)
+
+    def on_request_begin(self, req: "Req", first_position: int = 0) -> None:
+        """Begin decoding a request: all positions before ``first_position`` are on the host."""
+        row = req.req_pool_idx
+        self._leases[row] = Lease(self.windows.alloc_contiguous(), first_position)
+        self._admitted_rows.append(row)
+
+    def on_request_end(self, req: "Req") -> None:
+        """Give back what the request's row owns, before the row is freed. Idempotent.
+
+        Finish, abort, retract and failed transfers all come here.
+        """
+        row = req.req_pool_idx
+        if row is None:
+            return
+        self.staging.release(row)
+        lease = self._leases.pop(row, None)
+        if lease is None:
+            return
+        self.windows.free(lease.window)
+        self._released.append((row, lease.window.index))
+        if row in self._admitted_rows:
+            self._admitted_rows.remove(row)
+
+    def forward_end(self, batch: "ScheduleBatch") -> None:
+        """Write a finished decode step's new rows to the host, all layers.
+
+        Called from the output processor, which has waited for the step. A request that ended
+        or was retracted meanwhile has no slots any more: its rows are skipped. The rows stay
+        in the ring until a later ``forward_begin`` has waited for the copy.
+        """
+        live = [
+            i
+            for i, req in enumerate(batch.reqs)
+            if not (req.finished() or req.is_retracted)
+        ]
+        if not live:
+            return
+        seq_lens = batch.seq_lens_cpu.tolist()
+        device_slots = torch.tensor(
+            [self._ring_slot(batch.reqs[i].req_pool_idx, seq_lens[i] - 1) for i in live],
+            dtype=torch.int64,
+        ).to(self.device)
+        host_slots = batch.out_cache_loc
+        if len(live) < len(batch.reqs):
+            host_slots = host_slots[torch.tensor(live).to(self.device)]
+        self.controller.write_back(device_slots, host_slots)
+
+    def _ring_slot(self, row: int, position: int) -> int:
+        lease = self._leases[row]
+        sizes = self.sizes
+        return lease.window.first_slot + sizes.lru_slots + position % sizes.ring_slots
+
+    # ---- forward --------------------------------------------------------------------
+
+    def reserve_batch(self, max_batch: int) -> None:
+        """Size the per-batch inputs of decode; CUDA graphs read them, so call it before capture."""
+        self._batch_windows = torch.full(
+            (max_batch,), -1, dtype=torch.int32, device=self.device
+        )
+        self._batch_rows = torch.zeros((max_batch,), dtype=torch.int32, device=self.device)
+        self._write_slots = torch.zeros((max_batch,), dtype=torch.int64, device=self.device)
+        self._batch_size = 0
+
+    def forward_begin(self, forward_batch: "ForwardBatch") -> None:
+        """Start a forward on its stream: tables up to date, earlier copies to the host done."""
+        if forward_batch.forward_mode.is_decode_or_idle():
+            self.decode_begin(
+                forward_batch.batch_size,
+                forward_batch.batch_size,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+            )
+            return
+        self._apply_pending()
+        self.token_to_kv_pool.write_slots = self.staging.device_slots(
+            forward_batch.out_cache_loc
+        )
+
+    def decode_begin(
+        self,
+        batch_size: int,
+        num_real: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> None:
+        """Set the inputs of a decode forward, eager or replayed.
+
+        Args:
+            batch_size: rows of the forward, padding included.
+            num_real: rows that belong to requests; the rest, at the end, touch nothing.
+            req_pool_indices: ``[>= num_real]`` request rows.
+            seq_lens: ``[>= num_real]`` with this step's token.
+        """
+        self._apply_pending()
+        rows = req_pool_indices[:num_real]
+        windows = self._window_of_row[rows]
+        sizes = self.sizes
+        ring_slots = (
+            sizes.first_window_slot
+            + windows.long() * sizes.window_slots
+            + sizes.lru_slots
+            + (seq_lens[:num_real].long() - 1) % sizes.ring_slots
+        )
+        self.padding_begin(batch_size, first=num_real)
+        self._batch_windows[:num_real] = windows
+        self._batch_rows[:num_real] = rows.int()
+        self._write_slots[:num_real] = torch.where(windows >= 0, ring_slots, 0)
+
+    def padding_begin(self, batch_size: int, first: int = 0) -> None:
+        """Make rows from ``first`` on padding: graph capture and warm-up leave no trace."""
+        self._batch_windows[first:batch_size] = -1
+        self._batch_rows[first:batch_size] = 0
+        self._write_slots[first:batch_size] = 0
+        self._batch_size = batch_size
+        self.token_to_kv_pool.write_slots = self._write_slots[:batch_size]
+
+    def _apply_pending(self) -> None:
+        self.controller.wait_for_stores()
+        self.staging.apply_pending(self.req_to_token_pool.req_to_token)
+        if self._released:
+            rows, windows = torch.tensor(self._released, dtype=torch.int64).T.to(self.device)
+            self._window_of_row[rows] = -1
+            self.lru.reset_windows(windows)
+            self._released = []
+        if self._admitted_rows:
+            leases = [self._leases[row] for row in self._admitted_rows]
+            rows, windows, positions = torch.tensor(
+                [
+                    self._admitted_rows,
+                    [lease.window.index for lease in leases],
+                    [lease.first_position for lease in leases],
+                ],
+                dtype=torch.int64,
+            ).to(self.device)
+            self._window_of_row[rows] = windows.int()
+            self.lru.ring_begin[windows] = positions.int()
+            self._admitted_rows = []
+
+    # ---- one layer ------------------------------------------------------------------
+
+    def _handle_sparse_retrieve(
+        self,
+        query: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        attn_metadata: Optional[Any],
+        *,
+        topk_indices: torch.Tensor,
+        **kwargs,
+    ) -> torch.Tensor:
+        """``attention_begin`` of a decode layer; the model's own indexer chose the top-k.
+
+        Args:
+            topk_indices: ``[B, K]`` int32 positions, -1 for none.
+
+        Returns:
+            ``[B, K]`` int32 device slots.
+        """
+        return self.backend_adaptor.adapt_for_attn_metadata(
+            selected_indices=topk_indices,
+            valid_lengths=None,
+            sparse_mask=None,
+            current_metadata=attn_metadata,
+            forward_batch=forward_batch,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            page_size=self.page_size,
+            layer_id=layer.layer_id - self.start_layer,
+            batch_windows=self._batch_windows[: self._batch_size],
+            batch_rows=self._batch_rows[: self._batch_size],
+        )
+
+    def attention_end(
+        self,
+        output: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+    ) -> None:
+        """Decode: enter the swap into the LRU. Prefill: send the layer's rows to the host."""
+        layer_index = layer.layer_id - self.start_layer
+        if forward_batch.forward_mode.is_decode_or_idle():
+            self.backend_adaptor.commit(
+                layer_index, self._batch_windows[: self._batch_size]
+            )
+        else:
+            self.controller.store_layer(
+                layer_index,
+                self.token_to_kv_pool.write_slots,
+                forward_batch.out_cache_loc,
+            )
+
+    # ---- idle -----------------------------------------------------------------------
+
+    def check_idle(self) -> None:
+        """Check that nothing is owned when no request is left; synchronizes.
+
+        Raises:
+            RuntimeError: names what leaked.
+        """
+        self._apply_pending()
+        self.controller.synchronize()
+        leaks = {
+            "leases": len(self._leases),
+            "windows": self.windows.num_windows - self.windows.num_free,
+            "staging pages": self.staging.num_pages - self.staging.num_free,
+            "staged host pages": int((self.staging.device_page_of_host_page != 0).sum()),
+            "rows with a window": int((self._window_of_row >= 0).sum()),
+            "resident entries": self.lru.resident_entries(),
+        }
+        leaked = {name: count for name, count in leaks.items() if count}
+        if leaked:
+            raise RuntimeError(f"Decode KV offloading leaked while idle: {leaked}.")
+        self.lru.check_integrity()
+
+    def close(self) -> None:
+        """Give the pinned host memory back."""
+        self.controller.synchronize()
+        self.host_pool.close()

@@ -1,0 +1,47 @@
+"""Builds the parts of decode KV offloading for a model runner."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.configs.model_config import get_nsa_index_topk
+from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+def attach_nsa_kv_offload(model_runner: "ModelRunner") -> None:
+    """Allocate the host pool and hang the coordinator on the runner's request row pool.
+
+    The runner's pools exist and its ``token_to_kv_pool`` is a ``NSAOffloadTokenToKVPool``.
+    Every hook finds the coordinator through the row pool, so it lives as long as the rows.
+    """
+    device_pool = model_runner.token_to_kv_pool
+    sizes = device_pool.sizes
+    pin_memory = torch.device(device_pool.device).type != "cpu"
+    host_pool = NSAKVOnlyTokenToKVPoolHost(device_pool, pin_memory)
+    device_pool.host_pool = host_pool
+    model_runner.req_to_token_pool.sparse_coordinator = NSAOffloadCoordinator(
+        sizes,
+        get_nsa_index_topk(model_runner.model_config.hf_config),
+        model_runner.req_to_token_pool,
+        device_pool,
+        host_pool,
+    )
+    logger.info(
+        "Decode KV offloading: %d tokens, %d windows of %d slots, %d staging slots; "
+        "%.2f GB on the device, %.2f GB on the host.",
+        device_pool.size,
+        sizes.num_windows,
+        sizes.window_slots,
+        sizes.staging_slots,
+        sizes.device_bytes(device_pool.size) / 1e9,
+        host_pool.size * host_pool.size_per_token / 1e9,
+    )

@@ -1,0 +1,111 @@
+"""Pinned host memory: exactly the bytes asked for, in chunks, given back on exit."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import mmap
+import weakref
+from pathlib import Path
+
+import psutil
+import torch
+
+logger = logging.getLogger(__name__)
+
+# One registration over 512 GiB fails on some drivers; the size also sets the progress steps.
+PIN_CHUNK_BYTES = 16 << 30
+# Left to the operating system and to other processes, as SGLang's own host pools do.
+HOST_RESERVE_BYTES = 10 << 30
+
+_CGROUP_LIMITS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
+def available_host_bytes() -> int:
+    """Bytes this process may still take: the machine's free memory within its cgroup limit.
+
+    The reserve for other processes is not subtracted.
+    """
+    available = psutil.virtual_memory().available
+    for limit_file, usage_file in _CGROUP_LIMITS:
+        try:
+            limit = Path(limit_file).read_text().strip()
+            usage = int(Path(usage_file).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            available = min(available, max(0, int(limit) - usage))
+    return available
+
+
+class PinnedBuffer:
+    """Page-aligned, zeroed host memory that the device can address.
+
+    A plain anonymous mapping takes exactly ``nbytes`` (the caching pinned allocator of torch
+    rounds up to a power of two) and starts as zeros, so a row that was never written decodes
+    to zeros and not to NaN.
+
+    Args:
+        nbytes: size; above zero.
+        pin: register with CUDA; False on a machine without it.
+        chunk_bytes: size of one registration.
+
+    Raises:
+        RuntimeError: a registration failed; earlier ones are rolled back.
+    """
+
+    def __init__(self, nbytes: int, pin: bool, chunk_bytes: int = PIN_CHUNK_BYTES):
+        self._mapping = mmap.mmap(-1, nbytes)
+        self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._registered: list[int] = []
+        if pin:
+            self._register(nbytes, chunk_bytes)
+        # The mapping outlives every view; the registration must end before the process does,
+        # or the device stays busy until the driver has cleaned up.
+        self._finalizer = weakref.finalize(self, _unregister, self._registered)
+        self._finalizer.atexit = False
+        atexit.register(self.close)
+
+    def _register(self, nbytes: int, chunk_bytes: int) -> None:
+        cudart = torch.cuda.cudart()
+        base = self.tensor.data_ptr()
+        for start in range(0, nbytes, chunk_bytes):
+            size = min(chunk_bytes, nbytes - start)
+            code = int(cudart.cudaHostRegister(base + start, size, 0))
+            if code != 0:
+                _unregister(self._registered)
+                _clear_cuda_error()
+                raise RuntimeError(
+                    f"cudaHostRegister failed with code {code} at {start / 1e9:.1f} of "
+                    f"{nbytes / 1e9:.1f} GB; check `ulimit -l` and free host memory."
+                )
+            self._registered.append(base + start)
+            if nbytes > chunk_bytes:
+                logger.info(
+                    "Pinned %.1f of %.1f GB of host memory.",
+                    (start + size) / 1e9,
+                    nbytes / 1e9,
+                )
+
+    def close(self) -> None:
+        """Unregister; safe to call twice. The memory itself lives until its views are gone."""
+        self._finalizer()
+        atexit.unregister(self.close)
+
+
+def _unregister(addresses: list[int]) -> None:
+    while addresses:
+        torch.cuda.cudart().cudaHostUnregister(addresses.pop())
+
+
+def _clear_cuda_error() -> None:
+    """Consume the error a failed registration leaves for the next kernel launch to find."""
+    get_last_error = getattr(torch.cuda.cudart(), "cudaGetLastError", None)
+    if get_last_error is not None:
+        get_last_error()

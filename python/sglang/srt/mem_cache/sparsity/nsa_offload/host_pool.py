@@ -1,0 +1,116 @@
+"""The host pool: latent KV rows of every token, layer first, without index keys."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import HostKVCache
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import (
+    HOST_RESERVE_BYTES,
+    PinnedBuffer,
+    available_host_bytes,
+)
+
+
+class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
+    """Rows addressed by host slot, which is SGLang's logical slot: nothing is allocated here.
+
+    The paged allocator of the scheduler hands out the slots, so ``alloc`` and ``free`` of the
+    base class have no caller. Row 0 to 63 belong to the padding page and hold no token.
+
+    Attributes:
+        kv_buffer: ``[layer_num, size, 1, kv_cache_dim]`` in the device pool's store dtype.
+        row_bytes: bytes of one token in one layer (656 for fp8, 1152 for bf16).
+        layer_ptrs: ``[layer_num]`` uint64 on the device, address of each layer's first row.
+
+    Raises:
+        ValueError: more memory asked for than the machine or its cgroup has free.
+    """
+
+    def __init__(self, device_pool: NSATokenToKVPool, pin_memory: bool):
+        super().__init__(
+            device_pool,
+            host_to_device_ratio=1.0,
+            host_size=0,
+            page_size=device_pool.page_size,
+            layout="layer_first",
+            pin_memory=pin_memory,
+            device="cpu",
+        )
+        self.layer_ptrs = torch.tensor(
+            [layer.data_ptr() for layer in self.kv_buffer],
+            dtype=torch.uint64,
+            device=device_pool.device,
+        )
+
+    @staticmethod
+    def rows_for(num_slots: int, page_size: int) -> int:
+        """Rows allocated for ``num_slots`` host slots: one page more, for padding."""
+        return (num_slots // page_size + 1) * page_size
+
+    def get_size_per_token(self) -> int:
+        self.layer_num = self.device_pool.layer_num
+        self.kv_cache_dim = self.device_pool.kv_cache_dim
+        self.row_bytes = self.kv_cache_dim * self.dtype.itemsize
+        return self.row_bytes * self.layer_num
+
+    def init_kv_buffer(self) -> torch.Tensor:
+        self._buffer = PinnedBuffer(self.size * self.size_per_token, self.pin_memory)
+        return self._buffer.tensor.view(self.dtype).view(
+            self.layer_num, self.size, 1, self.kv_cache_dim
+        )
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Addresses, lengths and page sizes in bytes, per layer, for the transfer engines."""
+        pointers = [layer.data_ptr() for layer in self.kv_buffer]
+        lengths = [layer.nbytes for layer in self.kv_buffer]
+        return pointers, lengths, [self.row_bytes * self.page_size] * self.layer_num
+
+    def close(self) -> None:
+        """Give the pinned memory back to the driver; idempotent."""
+        self._buffer.close()
+
+    # HostKVCache asks for these; HiCache's page-wise traffic does not reach this pool.
+
+    def load_to_device_per_layer(
+        self, device_pool, host_indices, device_indices, layer_id, io_backend
+    ):
+        raise NotImplementedError("SparseCacheController.load_layer moves these rows")
+
+    def backup_from_device_all_layer(
+        self, device_pool, host_indices, device_indices, io_backend
+    ):
+        raise NotImplementedError("SparseCacheController.write_back moves these rows")
+
+    def get_data_page(self, index, flat: bool = True):
+        raise NotImplementedError("storage backends are not combined with offloading")
+
+    def get_dummy_flat_data_page(self):
+        raise NotImplementedError("storage backends are not combined with offloading")
+
+    def set_from_flat_data_page(self, index, data_page):
+        raise NotImplementedError("storage backends are not combined with offloading")
+
+
+def check_host_memory(num_bytes: int, ranks_on_host: int, asked_by: str) -> None:
+    """Refuse a host pool that the machine cannot hold.
+
+    Args:
+        num_bytes: bytes of one rank's pool.
+        ranks_on_host: every rank on this host takes its own copy.
+        asked_by: the setting that led to the size, for the message.
+
+    Raises:
+        ValueError: names the setting, the size and what is free.
+    """
+    free = available_host_bytes() - HOST_RESERVE_BYTES
+    if num_bytes * ranks_on_host > free:
+        raise ValueError(
+            f"--enable-decode-nsa-kv-offload: {asked_by} needs "
+            f"{num_bytes * ranks_on_host / 1e9:.2f} GB of host memory "
+            f"({ranks_on_host} rank(s) on this host), but {max(free, 0) / 1e9:.2f} GB are "
+            f"free after a reserve of {HOST_RESERVE_BYTES / 1e9:.1f} GB. Set "
+            f"--decode-nsa-kv-offload-config '{{\"host_size_gb\": N}}' with N at most "
+            f"{max(free, 0) / 1e9 / ranks_on_host:.1f}, or lower --max-total-tokens."
+        )

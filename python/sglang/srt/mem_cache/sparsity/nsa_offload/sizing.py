@@ -1,0 +1,235 @@
+"""Device and host memory of decode KV offloading, every buffer and table counted."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Optional
+
+from sglang.srt.mem_cache.sparsity.nsa_offload.config import CONFIG_FLAG, NSAKVOffloadConfig
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import (
+    NSAKVOnlyTokenToKVPoolHost,
+    check_host_memory,
+)
+from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
+from sglang.srt.model_executor.pool_configurator import (
+    MemoryPoolConfig,
+    MemoryPoolConfigurator,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--enable-decode-nsa-kv-offload"
+# Derived batches above this gain nothing: one decode step then moves gigabytes.
+MAX_DERIVED_REQUESTS = 256
+# Sizes of the page the allocator hands out and of the index key of one token and layer.
+INDEX_KEY_BYTES = 128 + 4
+STAGING_MAP_BYTES_PER_PAGE = 4
+
+
+@dataclass(frozen=True)
+class OffloadSizes:
+    """Counts behind the pools of one rank; slots are rows of ``row_bytes`` in every layer.
+
+    Attributes:
+        num_windows: requests that can decode at once, and one spare.
+        window_slots: device slots of one window (LRU part and ring).
+        lru_slots: the LRU part.
+        staging_slots: device slots for prompts being prefilled; 0 on a decode node.
+        num_layers: layers of this rank.
+        row_bytes: bytes of one row, 656 or 1152.
+        max_context: positions a request row can hold.
+        page_size: slots a page, 64.
+    """
+
+    num_windows: int
+    window_slots: int
+    lru_slots: int
+    staging_slots: int
+    num_layers: int
+    row_bytes: int
+    max_context: int
+    page_size: int
+
+    @property
+    def ring_slots(self) -> int:
+        return self.window_slots - self.lru_slots
+
+    @property
+    def device_slots(self) -> int:
+        """Rows of the device KV buffer: the padding page, the windows, the staging area."""
+        return self.page_size + self.num_windows * self.window_slots + self.staging_slots
+
+    @property
+    def first_window_slot(self) -> int:
+        return self.page_size
+
+    @property
+    def first_staging_slot(self) -> int:
+        return self.page_size + self.num_windows * self.window_slots
+
+    @property
+    def window_bytes(self) -> int:
+        """Device bytes of one more window, its tables included, all layers."""
+        rows = self.window_slots * self.row_bytes * self.num_layers
+        return rows + LRUCacheState.bytes_per_window(
+            self.num_layers, self.lru_slots, self.max_context
+        )
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Device bytes that grow with neither windows nor tokens."""
+        return (self.page_size + self.staging_slots) * self.row_bytes * self.num_layers
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Device bytes of one more logical slot: its index keys and its staging map entry."""
+        return (
+            INDEX_KEY_BYTES * self.num_layers + STAGING_MAP_BYTES_PER_PAGE / self.page_size
+        )
+
+    @property
+    def host_bytes_per_token(self) -> int:
+        return self.row_bytes * self.num_layers
+
+    def device_bytes(self, num_tokens: int) -> int:
+        """All device bytes for ``num_tokens`` logical slots."""
+        padding = self.page_size * INDEX_KEY_BYTES * self.num_layers
+        return int(
+            self.fixed_bytes
+            + self.num_windows * self.window_bytes
+            + num_tokens * self.bytes_per_token
+            + padding
+        )
+
+
+@dataclass
+class OffloadPoolConfig(MemoryPoolConfig):
+    """SGLang's pool configuration with the sizes behind it."""
+
+    offload: Optional[OffloadSizes] = None
+
+
+class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
+    """Turns device bytes into windows and logical slots.
+
+    Windows and staging are fixed, so neither can run out while serving; what is left goes to
+    index keys. ``max_running_requests`` is derived where it is unset: as many requests of
+    the full context length as fit.
+    """
+
+    def __init__(self, mr: "ModelRunner"):
+        args = mr.server_args
+        self._server_args = args
+        self._config = NSAKVOffloadConfig.from_server_args(args)
+        self._page_size = mr.page_size
+        self._context_len = mr.model_config.context_len
+        self._ranks_on_host = max(1, args.tp_size // args.nnodes)
+        # The default of the request pool leaves 4 positions for tokens in flight.
+        self._sizes = OffloadSizes(
+            num_windows=0,
+            window_slots=self._config.window_slots,
+            lru_slots=self._config.window_size,
+            staging_slots=self._staging_slots(args),
+            num_layers=mr.num_effective_layers,
+            row_bytes=mr.calculate_mla_kv_cache_dim() * mr.kv_cache_dtype.itemsize,
+            max_context=self._context_len + 4,
+            page_size=mr.page_size,
+        )
+
+    def _staging_slots(self, args) -> int:
+        """Slots for the prefix of the one chunked prompt and for the batch beside it."""
+        if args.disaggregation_mode == "decode":
+            return 0
+        batch_tokens = max(args.max_prefill_tokens, args.chunked_prefill_size or 0)
+        page = self._page_size
+        pages = -(-self._context_len // page) + -(-batch_tokens // page) + 2
+        if args.max_total_tokens is not None:
+            pages = min(pages, args.max_total_tokens // page + 1)
+        return pages * page
+
+    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> OffloadPoolConfig:
+        sizes = self._sizes
+        least = replace(sizes, num_windows=2).device_bytes(page_size)
+        if available_bytes < least:
+            raise ValueError(
+                f"{FLAG} needs {least / 1e9:.2f} GB of device memory for two windows of "
+                f"{sizes.window_slots} slots and {sizes.staging_slots} staging slots, but "
+                f"{available_bytes / 1e9:.2f} GB are left. Raise --mem-fraction-static, or "
+                f"lower --context-length, --chunked-prefill-size or window_size in {CONFIG_FLAG}."
+            )
+        num_requests = self._num_requests(available_bytes)
+        sizes = replace(sizes, num_windows=num_requests + 1)
+        left = available_bytes - sizes.device_bytes(0)
+        if left < page_size * sizes.bytes_per_token:
+            fit = (available_bytes - self._sizes.device_bytes(page_size)) // sizes.window_bytes
+            raise ValueError(
+                f"{FLAG}: --max-running-requests {num_requests} needs "
+                f"{sizes.device_bytes(page_size) / 1e9:.2f} GB of device memory for its windows, "
+                f"but {available_bytes / 1e9:.2f} GB are left. At most {max(0, int(fit) - 1)} "
+                f"fit without any tokens; lower it, or window_size in {CONFIG_FLAG}."
+            )
+        by_index_keys = int(left / sizes.bytes_per_token)
+        limit = self._server_args.max_total_tokens
+        if limit is not None:
+            # Rounded up: SGLang applies the exact limit to what is returned here.
+            by_index_keys = min(by_index_keys, -(-limit // page_size) * page_size)
+        tokens = self._tokens_within_host(by_index_keys, sizes) // page_size * page_size
+        self._sizes = sizes
+        return self.calculate_pool_sizes_from_max_tokens(tokens, page_size)
+
+    def calculate_pool_sizes_from_max_tokens(
+        self, max_total_num_tokens: int, page_size: int
+    ) -> OffloadPoolConfig:
+        tokens = max_total_num_tokens // page_size * page_size
+        sizes = self._sizes
+        host_bytes = (
+            NSAKVOnlyTokenToKVPoolHost.rows_for(tokens, page_size)
+            * sizes.host_bytes_per_token
+        )
+        check_host_memory(host_bytes, self._ranks_on_host, self._host_setting())
+        return OffloadPoolConfig(max_total_num_tokens=tokens, offload=sizes)
+
+    def _num_requests(self, available_bytes: int) -> int:
+        args = self._server_args
+        if args.max_running_requests is not None:
+            return args.max_running_requests // args.dp_size
+        per_request = (
+            self._sizes.window_bytes + self._context_len * self._sizes.bytes_per_token
+        )
+        free = available_bytes - self._sizes.device_bytes(0) - self._sizes.window_bytes
+        derived = max(1, min(MAX_DERIVED_REQUESTS, int(free / per_request)))
+        # The scheduler resolves its limit from the argument after the pools are sized.
+        args.max_running_requests = derived * args.dp_size
+        logger.info(
+            "%s: --max-running-requests is unset; derived %d from device memory, each with a "
+            "window and index keys for %d tokens.",
+            FLAG,
+            args.max_running_requests,
+            self._context_len,
+        )
+        return derived
+
+    def _tokens_within_host(self, by_index_keys: int, sizes: OffloadSizes) -> int:
+        config = self._config
+        if config.host_size_gb is None:
+            return int(by_index_keys * config.host_ratio)
+        page = sizes.page_size
+        rows = int(config.host_size_gb * 1e9 // sizes.host_bytes_per_token)
+        tokens = (rows // page - 1) * page
+        if tokens < page:
+            raise ValueError(
+                f"{CONFIG_FLAG}: host_size_gb={config.host_size_gb} holds {max(rows, 0)} rows "
+                f"of {sizes.host_bytes_per_token} bytes, under two pages of {page}; give at "
+                f"least {2 * page * sizes.host_bytes_per_token / 1e9:.3f}."
+            )
+        return min(by_index_keys, tokens)
+
+    def _host_setting(self) -> str:
+        config = self._config
+        if config.host_size_gb is not None:
+            return f"{CONFIG_FLAG} host_size_gb={config.host_size_gb}"
+        return f"{CONFIG_FLAG} host_ratio={config.host_ratio} (host_size_gb is unset)"
