@@ -4,7 +4,8 @@ import torch
 
 from sgl_cpu_ref.quant import dequantize_rows
 
-GATHER_ROWS = 32768
+GATHER_ROWS = 4096
+"""Rows gathered at a time: about nine megabytes in fp32, so that they stay in cache."""
 
 
 def sparse_mla(
@@ -31,8 +32,9 @@ def sparse_mla(
         kv = kv.float() if kv.dtype == torch.bfloat16 else dequantize_rows(kv)
         score = torch.bmm(q_all[part].float(), kv.transpose(1, 2)) * sm_scale
         score = score.masked_fill(~chosen[:, None, :], float("-inf"))
-        # A hole is read from slot 0, whose bytes may be anything: zero times NaN is NaN.
-        kv = kv.masked_fill(~chosen[:, :, None], 0.0)
+        if not chosen.all():
+            # A hole is read from slot 0, whose bytes may be anything: zero times NaN is NaN.
+            kv = kv.masked_fill(~chosen[:, :, None], 0.0)
         prob = torch.nan_to_num(torch.softmax(score, -1))
         out[part] = torch.bmm(prob, kv[..., :d_v]).to(out.dtype)
     return out

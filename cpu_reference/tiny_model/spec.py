@@ -29,14 +29,15 @@ class TinySpec:
     index_heads: int = 8
     hidden: int = 256
     vocab: int = 2048
-    experts: int = 4
+    experts: int = 16
     q_lora_rank: int = 256
     max_position: int = 16384
     query_gain: float = 1.5
     value_gain: float = 1.5
-    attention_gain: float = 2.0
-    last_attention_gain: float = 2.0
+    attention_gain: float = 1.0
+    last_attention_gain: float = 16.0
     mlp_gain: float = 1.0
+    last_mlp_gain: float = 30.0
 
     @property
     def stamp(self) -> str:

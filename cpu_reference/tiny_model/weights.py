@@ -69,11 +69,12 @@ def _attention(maker: _Maker, spec: TinySpec, layer: int) -> None:
 def _mlp(maker: _Maker, spec: TinySpec, layer: int) -> None:
     block = f"model.layers.{layer}"
     maker.ones(f"{block}.post_attention_layernorm", spec.hidden)
+    gain = spec.last_mlp_gain if layer == spec.layers - 1 else spec.mlp_gain
 
     def gated(name: str, width: int) -> None:
         maker.linear(f"{name}.gate_proj", width, spec.hidden)
         maker.linear(f"{name}.up_proj", width, spec.hidden)
-        maker.linear(f"{name}.down_proj", spec.hidden, width, spec.mlp_gain)
+        maker.linear(f"{name}.down_proj", spec.hidden, width, gain)
 
     if layer == 0:
         gated(f"{block}.mlp", 2 * spec.hidden)

@@ -1,4 +1,4 @@
-"""Environment and paths that SGLang needs on a CPU."""
+"""Environment and paths that SGLang needs on a CPU; with ``HARNESS_DEVICE=cuda``, on a GPU."""
 
 import os
 import sys
@@ -10,6 +10,9 @@ REFERENCE = ROOT / "cpu_reference"
 MODELS = ROOT / "build" / "models"
 PATCHED = ROOT / "build" / "sglang" / "python"
 
+ON_GPU = os.environ.get("HARNESS_DEVICE") == "cuda"
+"""On a GPU the installed kernels serve: neither stubs nor reference kernels are put in front of them."""
+
 DEFAULTS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "TRITON_INTERPRET": "1",
@@ -19,6 +22,9 @@ DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
 }
+if ON_GPU:
+    for _name in ("SGLANG_USE_CPU_ENGINE", "TRITON_INTERPRET", "TORCHDYNAMO_DISABLE"):
+        del DEFAULTS[_name]
 """Set unless the caller's environment says otherwise. TRITON_INTERPRET must stand before triton's first import."""
 
 
@@ -32,11 +38,13 @@ def prepare() -> None:
     for path in reversed(python_path()):
         if path not in sys.path:
             sys.path.insert(0, path)
+    if ON_GPU and str(REFERENCE) not in sys.path:
+        sys.path.append(str(REFERENCE))  # the checkpoint maker, behind the real kernels
 
 
 def python_path() -> list:
     """Folders in front of the installed packages, most important first."""
-    path = [str(REFERENCE)]
+    path = [] if ON_GPU else [str(REFERENCE)]
     if PATCHED.is_dir() and os.environ.get("STOCK_SGLANG") != "1":
         path.append(str(PATCHED))
     return path

@@ -14,14 +14,14 @@ import gc
 import itertools
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-import harness.environment  # noqa: F401  (environment before sglang)
+from harness.environment import ON_GPU  # (environment before sglang)
 
 from harness.stepper import Stepper
 
 MAX_STEPS = 20000
 
 SERVER_DEFAULTS: Dict[str, Any] = {
-    "device": "cpu",
+    "device": "cuda" if ON_GPU else "cpu",
     "attention_backend": "nsa",
     "max_total_tokens": 20032,
     "max_running_requests": 16,
@@ -312,7 +312,7 @@ def _build(settings: Dict[str, Any]):
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import PortArgs, ServerArgs, set_global_server_args_for_scheduler
 
-    if not sgl_cpu_ref.is_active():
+    if not ON_GPU and not sgl_cpu_ref.is_active():
         raise SchedulerError("the sgl_cpu_ref plugin is not active")
     server_args = ServerArgs(**settings)
     set_global_server_args_for_scheduler(server_args)

@@ -1,0 +1,165 @@
+"""A real SGLang server in processes of its own.
+
+    with Server(tiny_model, log=tmp_path / "server.log") as server:
+        print(server.generate(prompt_ids, 16)["output_ids"])
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence
+
+from harness.environment import child_environment
+
+READY_S = 180
+REQUEST_S = 300
+
+
+class ServerError(RuntimeError):
+    """The server died, did not become ready, or refused a request."""
+
+
+def free_port() -> int:
+    """A port that was free just now, from a range that leaves room for the ports SGLang derives by adding to it."""
+    for _ in range(100):
+        port = random.randrange(20000, 32000)
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+    raise ServerError("no free port")
+
+
+class Server:
+    """Starts ``sglang.launch_server`` with the stubs and the plugin; ready once constructed.
+
+    Args:
+        model_path: checkpoint folder.
+        log: file for the server's output; its end is quoted in errors.
+        args: more command-line arguments, such as ``("--disable-radix-cache",)``.
+        env: environment variables over the harness's own.
+        wait: False returns at once; call `wait_ready` later.
+    """
+
+    def __init__(
+        self,
+        model_path,
+        log,
+        args: Sequence[str] = (),
+        env: Optional[Dict[str, str]] = None,
+        port: Optional[int] = None,
+        wait: bool = True,
+    ) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = Path(log)
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
+        command += ["--device", "cpu", "--attention-backend", "nsa", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--mem-fraction-static", "0.1", "--max-total-tokens", "20032", "--max-running-requests", "16"]
+        command += ["--skip-server-warmup", *args]
+        with open(self.log, "wb") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=child_environment(**(env or {})), start_new_session=True
+            )
+        if wait:
+            self.wait_ready()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.stop()
+
+    def wait_ready(self, timeout_s: float = READY_S) -> None:
+        """Return once the server answers; ServerError, with the server stopped, where it does not."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                self._fail(f"exit code {self.process.returncode}")
+            try:
+                self.get("/model_info", timeout=5)
+                return
+            except (ServerError, OSError):
+                time.sleep(0.2)
+        self._fail(f"not ready after {timeout_s} s")
+
+    def stop(self) -> None:
+        """End the server and every process it started; idempotent."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def generate(self, ids: Sequence[int], n: int = 16, **body) -> Dict[str, Any]:
+        """One greedy request of ``n`` tokens; ``body`` adds fields, and ``sampling_params`` entries over the greedy ones.
+
+        Returns the answer; its tokens are in "output_ids", or "output_ids" of the text's tokens.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True, **body.pop("sampling_params", {})}
+        return self.post("/generate", {"input_ids": list(ids), "sampling_params": sampling, **body})
+
+    def generate_all(self, prompts: Sequence[Sequence[int]], n: int = 16, **body) -> List[Dict[str, Any]]:
+        """`generate` for all prompts at the same time; answers in the prompts' order."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda ids: self.generate(ids, n, **body), prompts))
+
+    def flush(self) -> None:
+        """Flush the cache; ServerError where the server is busy."""
+        self.post("/flush_cache", None)
+
+    def healthy(self) -> bool:
+        """Whether the health check that generates a token passes."""
+        try:
+            self.get("/health_generate", timeout=30)
+            return True
+        except (ServerError, OSError):
+            return False
+
+    def get(self, path: str, timeout: float = REQUEST_S) -> str:
+        return self._open(urllib.request.Request(self.url + path), timeout)
+
+    def post(self, path: str, body, timeout: float = REQUEST_S):
+        data = b"" if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"}, method="POST")
+        text = self._open(request, timeout)
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def log_tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _open(self, request, timeout: float) -> str:
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                return answer.read().decode()
+        except urllib.error.HTTPError as error:
+            raise ServerError(f"{request.full_url}: {error.code} {error.read().decode(errors='replace')[:500]}") from error
+
+    def _fail(self, what: str) -> None:
+        tail = self.log_tail()
+        self.stop()
+        raise ServerError(f"server: {what}\n{tail}")
