@@ -1,0 +1,162 @@
+"""Tokens with offloading against tokens without, on a GPU: graphs and eager, overlap on and off, both KV dtypes.
+
+    HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/exactness.py --out exactness.json
+
+Every engine is the real scheduler in this process, so both sides see the same requests in the same order and form the same
+batches. Each case first shows that two runs without offloading agree; only then does a comparison mean anything.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import time
+from pathlib import Path
+
+import harness  # noqa: F401  (sets the environment; before sglang and torch)
+
+import torch
+from deterministic_topk import deterministic_topk
+from harness.scheduler import InprocScheduler
+from tiny_model import TinySpec, write_checkpoint
+
+BACKENDS = {"bfloat16": "flashmla_sparse", "fp8_e4m3": "flashmla_kv"}
+
+
+def slim_model(folder: Path, layers: int) -> Path:
+    """A checkpoint with real attention sizes for Hopper's kernels, few layers, seeded weights."""
+    spec = TinySpec(
+        layers=layers,
+        topk=2048,
+        heads=16,
+        index_heads=64,
+        hidden=1024,
+        vocab=4096,
+        experts=8,
+        q_lora_rank=512,
+        max_position=163840,
+    )
+    write_checkpoint(folder, spec)
+    return folder
+
+
+def prompts(count: int, max_len: int, seed: int) -> list:
+    """Random prompts of mixed lengths: the edges of top-k and window, then lengths spread up to ``max_len``."""
+    rng = random.Random(seed)
+    lengths = [1, 63, 64, 65, 2047, 2048, 2049, 4095, 4096, 4097, max_len]
+    while len(lengths) < count:
+        lengths.append(int(max_len * rng.random() ** 1.5) + 1)
+    lengths = lengths[:count]
+    rng.shuffle(lengths)
+    return [[rng.randrange(3, 4096) for _ in range(n)] for n in lengths]
+
+
+def settings(args, dtype: str, graphs: bool) -> dict:
+    """Server arguments that both sides share."""
+    return {
+        "kv_cache_dtype": dtype,
+        "nsa_prefill_backend": BACKENDS[dtype],
+        "nsa_decode_backend": BACKENDS[dtype],
+        "page_size": 64,
+        "disable_radix_cache": True,
+        "disable_cuda_graph": not graphs,
+        "cuda_graph_bs": [1, 4, 16, args.requests],
+        "cuda_graph_max_bs": args.requests,
+        "max_running_requests": args.requests,
+        "max_total_tokens": args.total_tokens,
+        "mem_fraction_static": 0.6,
+        "context_length": 65536,
+        "chunked_prefill_size": 8192,
+        "grammar_backend": "none",
+        "sampling_backend": "pytorch",
+    }
+
+
+def run(model: Path, work: list, new_tokens: int, overlap: bool, **server_args) -> dict:
+    """Serve ``work`` once; outputs, seconds, and the engine's counters."""
+    begin = time.time()
+    with InprocScheduler(model, overlap=overlap, **server_args) as engine:
+        built = time.time()
+        outputs = engine.run(work, new_tokens)
+        served = time.time()
+        coordinator = engine.scheduler.req_to_token_pool.sparse_coordinator
+        counters = None
+        if coordinator is not None:
+            coordinator.check_idle()
+            counters = coordinator.lru.counters.tolist()
+    return {
+        "outputs": outputs,
+        "build_s": round(built - begin, 1),
+        "serve_s": round(served - built, 1),
+        "counters": counters,
+    }
+
+
+def compare(left: list, right: list) -> dict:
+    """How many requests agree, and the first that does not."""
+    wrong = [i for i, (a, b) in enumerate(zip(left, right)) if a != b]
+    first = None
+    if wrong:
+        a, b = left[wrong[0]], right[wrong[0]]
+        at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+        first = {"request": wrong[0], "token": at}
+    return {"equal": len(left) - len(wrong), "of": len(left), "first_difference": first}
+
+
+def case(args, model, work, dtype, graphs, overlap, off_runs) -> dict:
+    """One row of the result: off against off, then on against off."""
+    shared = settings(args, dtype, graphs)
+    row = {"kv_dtype": dtype, "graphs": graphs, "overlap": overlap, "window": args.window}
+    off = [run(model, work, args.new_tokens, overlap, **shared) for _ in range(off_runs)]
+    row["off_vs_off"] = [compare(off[0]["outputs"], other["outputs"]) for other in off[1:]]
+    on = run(
+        model,
+        work,
+        args.new_tokens,
+        overlap,
+        enable_decode_nsa_kv_offload=True,
+        decode_nsa_kv_offload_config=json.dumps({"window_size": args.window}),
+        **shared,
+    )
+    row["on_vs_off"] = compare(off[0]["outputs"], on["outputs"])
+    row["distinct_tokens"] = len(set(itertools.chain(*off[0]["outputs"])))
+    row["counters"] = on["counters"]
+    row["seconds"] = {side: [r["build_s"], r["serve_s"]] for side, r in (("off", off[0]), ("on", on))}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", type=Path, default=Path("build/models/slim"))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--max-len", type=int, default=32768)
+    parser.add_argument("--total-tokens", type=int, default=800 * 1024)
+    parser.add_argument("--new-tokens", type=int, default=200)
+    parser.add_argument("--window", type=int, default=4096)
+    parser.add_argument("--off-runs", type=int, default=3, help="runs without offloading in the first case; 1 in the others")
+    parser.add_argument("--cases", nargs="*", default=["all"], help="like fp8_e4m3:graphs:overlap")
+    args = parser.parse_args()
+
+    model = slim_model(args.model, args.layers)
+    work = prompts(args.requests, args.max_len, seed=0)
+    rows = []
+    names = args.cases
+    if names == ["all"]:
+        names = [":".join(c) for c in itertools.product(BACKENDS, ("graphs", "eager"), ("overlap", "normal"))]
+    with deterministic_topk():
+        for index, name in enumerate(names):
+            dtype, graphs, loop = name.split(":")
+            off_runs = args.off_runs if index == 0 else 1
+            row = case(args, model, work, dtype, graphs == "graphs", loop == "overlap", off_runs)
+            row = {"gpu": torch.cuda.get_device_name(), "requests": args.requests, "max_len": args.max_len, "new_tokens": args.new_tokens, **row}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    if any(row["on_vs_off"]["equal"] != row["on_vs_off"]["of"] for row in rows):
+        raise SystemExit("tokens differ")
+
+
+if __name__ == "__main__":
+    main()
