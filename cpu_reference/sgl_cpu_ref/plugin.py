@@ -67,7 +67,7 @@ def interpret_triton() -> None:
 def _replace_triton_kernels() -> None:
     """Allocator, pool, quantisation and index-buffer kernels for which SGLang has Triton versions only."""
     import sglang.srt.utils
-    from sgl_cpu_ref import allocator, index_buffer, kv_pool, quant
+    from sgl_cpu_ref import allocator, index_buffer, kv_pool, nsa_offload, quant
     from sgl_cpu_ref.patching import replace_everywhere
     from sglang.srt.layers.attention.nsa import index_buf_accessor
     from sglang.srt.mem_cache import common
@@ -87,10 +87,11 @@ def _replace_triton_kernels() -> None:
     nsa = "sglang.srt.layers.attention.nsa"
     replace_everywhere(f"{nsa}.quant_k_cache", "quantize_k_cache_separate", quant.quantize_k_cache_separate)
     replace_everywhere(f"{nsa}.triton_kernel", "act_quant", quant.act_quant)
-    index_buf_accessor.SetKAndS.triton = staticmethod(index_buffer.set_k_and_s)
-    index_buf_accessor.GetK.triton = staticmethod(index_buffer.get_k)
-    index_buf_accessor.GetS.triton = staticmethod(index_buffer.get_s)
-    index_buf_accessor.GetKAndS.triton = staticmethod(index_buffer.get_k_and_s)
+    replace_static(index_buf_accessor.SetKAndS, "triton", index_buffer.set_k_and_s)
+    replace_static(index_buf_accessor.GetK, "triton", index_buffer.get_k)
+    replace_static(index_buf_accessor.GetS, "triton", index_buffer.get_s)
+    replace_static(index_buf_accessor.GetKAndS, "triton", index_buffer.get_k_and_s)
+    nsa_offload.install()
 
 
 def _replace_indexer_leaves() -> None:
