@@ -1,0 +1,80 @@
+"""Tokens with --enable-decode-nsa-kv-offload equal those without, on the real scheduler.
+
+Contexts are longer than the window, windows longer than the top-k, and outputs cross the
+window's edge, in both KV dtypes and both event loops.
+"""
+
+import unittest
+
+from harness import environment, offload
+from harness.scheduler import InprocScheduler
+from harness.stamps import Stamps
+from tiny_model import TinySpec, write_checkpoint
+
+from sglang.test.test_utils import CustomTestCase
+
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 300, 700)
+NEW_TOKENS = 90
+
+
+class TestServing(CustomTestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.model = environment.MODELS / "tiny"
+        write_checkpoint(cls.model, TinySpec())
+        cls.prompts = offload.prompts(LENGTHS)
+
+    def serve(self, dtype, overlap, **more):
+        with InprocScheduler(
+            self.model, overlap=overlap, **offload.server_args(dtype), **more
+        ) as engine:
+            outputs = engine.run(self.prompts, NEW_TOKENS)
+            counters = None
+            if offload.coordinator(engine) is not None:
+                offload.check_idle(engine)
+                counters = offload.coordinator(engine).lru.counters.tolist()
+        return outputs, counters
+
+    def compare(self, dtype, overlap):
+        expected, _ = self.serve(dtype, overlap)
+        outputs, counters = self.serve(dtype, overlap, **offload.offload_args())
+        self.assertEqual(outputs, expected)
+        for hits, ring_hits, misses in counters:
+            self.assertGreater(hits, 0)
+            self.assertGreater(ring_hits, 0)
+            # More than the first fill of every window: rows were evicted and fetched again.
+            self.assertGreater(misses, offload.WINDOW * len(LENGTHS))
+
+    def test_bf16_normal_loop(self):
+        self.compare("bfloat16", overlap=False)
+
+    def test_bf16_overlap_loop(self):
+        self.compare("bfloat16", overlap=True)
+
+    def test_fp8_normal_loop(self):
+        self.compare("fp8_e4m3", overlap=False)
+
+    def test_fp8_overlap_loop(self):
+        self.compare("fp8_e4m3", overlap=True)
+
+    def test_every_row_is_where_it_belongs(self):
+        for dtype, overlap in (("bfloat16", True), ("fp8_e4m3", False)):
+            with self.subTest(dtype=dtype), Stamps() as stamps, InprocScheduler(
+                self.model,
+                overlap=overlap,
+                **offload.server_args(dtype),
+                **offload.offload_args(),
+            ) as engine:
+                for prompt in self.prompts:
+                    engine.submit(prompt, 40)
+                checked = 0
+                while engine.unfinished():
+                    engine.step()
+                    checked += sum(stamps.check(engine))
+                self.assertGreater(checked, 10000)
+                engine.drain()
+                offload.check_idle(engine)
+
+
+if __name__ == "__main__":
+    unittest.main()
