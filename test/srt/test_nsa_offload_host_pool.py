@@ -1,0 +1,249 @@
+"""The host pool of latent rows: layout, size, and what happens when memory is short."""
+
+import gc
+import os
+import tempfile
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
+from sglang.srt.mem_cache.sparsity.nsa_offload import host_memory, host_pool
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import PinnedBuffer
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import (
+    NSAKVOnlyTokenToKVPoolHost,
+    check_host_memory,
+)
+from sglang.test.test_utils import CustomTestCase
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGE, LAYERS, SLOTS = 64, 3, 256
+ROWS = SLOTS + PAGE
+DTYPES = ((torch.float8_e4m3fn, 656, 656), (torch.bfloat16, 576, 1152))  # dtype, dim, row bytes
+
+
+def make_pool(dtype, dim, start_layer=0):
+    device_pool = NSATokenToKVPool(
+        SLOTS,
+        page_size=PAGE,
+        dtype=dtype,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        layer_num=LAYERS,
+        device=DEVICE,
+        index_head_dim=128,
+        enable_memory_saver=False,
+        kv_cache_dim=dim,
+        start_layer=start_layer,
+        end_layer=start_layer + LAYERS - 1,
+    )
+    return NSAKVOnlyTokenToKVPoolHost(device_pool, pin_memory=DEVICE == "cuda")
+
+
+class TestHostPool(CustomTestCase):
+    def test_layout(self):
+        for dtype, dim, row_bytes in DTYPES:
+            with self.subTest(dtype=dtype):
+                pool = make_pool(dtype, dim, start_layer=2)
+                self.addCleanup(pool.close)
+                self.assertEqual(pool.kv_buffer.shape, (LAYERS, ROWS, 1, dim))
+                self.assertEqual(pool.row_bytes, row_bytes)
+                self.assertEqual(pool.size, ROWS)
+                self.assertEqual(pool.size, pool.rows_for(SLOTS, PAGE))
+                self.assertEqual(pool.kv_buffer.nbytes, LAYERS * ROWS * row_bytes)
+                self.assertEqual(pool.size_per_token, LAYERS * row_bytes)
+                self.assertEqual(pool.kv_buffer.device.type, "cpu")
+                self.assertTrue(pool.kv_buffer.is_contiguous())
+                self.assertEqual(pool.kv_buffer.dtype, pool.device_pool.store_dtype)
+                self.assertEqual(pool.kv_buffer.data_ptr() % 4096, 0)
+                self.assertFalse(pool.kv_buffer.view(torch.uint8).any())
+
+    def test_exactly_the_bytes_asked_for(self):
+        for dtype, dim, row_bytes in DTYPES:
+            with mock.patch.object(host_pool, "PinnedBuffer", wraps=PinnedBuffer) as made:
+                make_pool(dtype, dim).close()
+            self.assertEqual(made.call_args.args[0], LAYERS * ROWS * row_bytes)
+
+    def test_addresses(self):
+        for dtype, dim, row_bytes in DTYPES:
+            with self.subTest(dtype=dtype):
+                pool = make_pool(dtype, dim)
+                self.addCleanup(pool.close)
+                first = pool.kv_buffer.data_ptr()
+                expected = [first + layer * ROWS * row_bytes for layer in range(LAYERS)]
+                pointers, lengths, items = pool.get_contiguous_buf_infos()
+                self.assertEqual(pointers, expected)
+                self.assertEqual(pool.layer_ptrs.tolist(), expected)
+                self.assertEqual(pool.layer_ptrs.dtype, torch.uint64)
+                self.assertEqual(pool.layer_ptrs.device.type, DEVICE)
+                self.assertEqual(lengths, [ROWS * row_bytes] * LAYERS)
+                self.assertEqual(items, [PAGE * row_bytes] * LAYERS)
+                # Item n of a layer is page n: what a transfer engine writes is what is read.
+                pool.kv_buffer[1, 2 * PAGE].view(torch.uint8).fill_(7)
+                offset = pointers[1] + 2 * items[1] - first
+                flat = pool.kv_buffer.view(torch.uint8).flatten()
+                self.assertTrue((flat[offset : offset + row_bytes] == 7).all())
+                self.assertEqual(int((flat != 0).sum()), row_bytes)
+
+    def test_close_twice(self):
+        pool = make_pool(*DTYPES[0][:2])
+        pool.close()
+        pool.close()
+        pool.kv_buffer.view(torch.uint8).fill_(1)  # the memory outlives its registration
+
+    @unittest.skipUnless(DEVICE == "cuda", "pinned memory needs a GPU")
+    def test_pinned(self):
+        pool = make_pool(*DTYPES[0][:2])
+        self.assertTrue(pool.kv_buffer.is_pinned())
+        pool.close()
+        self.assertFalse(pool.kv_buffer.is_pinned())
+
+
+class TestShortOfMemory(CustomTestCase):
+    def test_refusal_names_setting_size_and_free(self):
+        free = 50e9 + host_memory.HOST_RESERVE_BYTES
+        with mock.patch.object(host_pool, "available_host_bytes", return_value=free):
+            check_host_memory(int(50e9), 1, "host_ratio=1.0")
+            with self.assertRaises(ValueError) as caught:
+                check_host_memory(int(30e9), 2, "host_ratio=1.0")
+        for word in (
+            "--enable-decode-nsa-kv-offload",
+            "host_ratio=1.0",
+            "60.00 GB",
+            "2 rank(s)",
+            "50.00 GB",
+            "--decode-nsa-kv-offload-config",
+            '"host_size_gb": N',
+            "at most 25.0",
+            "--max-total-tokens",
+        ):
+            self.assertIn(word, str(caught.exception))
+
+    def test_nothing_free(self):
+        with mock.patch.object(host_pool, "available_host_bytes", return_value=0):
+            with self.assertRaisesRegex(ValueError, r"0\.00 GB are free"):
+                check_host_memory(1, 1, "host_size_gb=1")
+
+
+class TestCgroup(CustomTestCase):
+    def available(self, *files, machine=100):
+        """With the two pairs of (limit, usage) files; None where a file is missing."""
+        with tempfile.TemporaryDirectory() as folder:
+            pairs = []
+            for number, pair in enumerate(files):
+                paths = [str(Path(folder, f"{kind}{number}")) for kind in ("limit", "usage")]
+                for path, text in zip(paths, pair):
+                    if text is not None:
+                        Path(path).write_text(text)
+                pairs.append(tuple(paths))
+            memory = SimpleNamespace(available=machine)
+            with (
+                mock.patch.object(host_memory, "_CGROUP_LIMITS", tuple(pairs)),
+                mock.patch.object(host_memory.psutil, "virtual_memory", return_value=memory),
+            ):
+                return host_memory.available_host_bytes()
+
+    def test_limits(self):
+        self.assertEqual(self.available(("80\n", "30\n"), (None, None)), 50)
+        self.assertEqual(self.available((None, None), ("70", "30")), 40)
+        self.assertEqual(self.available(("max\n", "30\n"), (None, None)), 100)
+        self.assertEqual(self.available(("900", "1"), (None, None)), 100)
+        self.assertEqual(self.available(("30", "80"), (None, None)), 0)
+        self.assertEqual(self.available((None, None), (None, None)), 100)
+        self.assertEqual(self.available(("80", None), ("?", "?")), 100)
+        self.assertEqual(self.available(("80", "20"), ("50", "20")), 30)
+
+    def test_this_machine(self):
+        self.assertGreater(host_memory.available_host_bytes(), 0)
+
+
+class FakeDriver:
+    """Registrations as CUDA keeps them; the one at index ``fails_at`` fails."""
+
+    def __init__(self, fails_at=None):
+        self.fails_at, self.calls, self.live, self.error = fails_at, [], {}, 0
+
+    def cudaHostRegister(self, address, size, flags):
+        if len(self.calls) == self.fails_at:
+            self.error = 2
+            return 2
+        self.calls.append((address, size))
+        self.live[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.live[address]
+        return 0
+
+    def cudaGetLastError(self):
+        error, self.error = self.error, 0
+        return error
+
+
+class TestRegistration(CustomTestCase):
+    def pinned(self, driver, nbytes, chunk_bytes):
+        patcher = mock.patch.object(torch.cuda, "cudart", return_value=driver)
+        patcher.start()
+        self.addCleanup(patcher.stop)
+        return PinnedBuffer(nbytes, pin=True, chunk_bytes=chunk_bytes)
+
+    def test_chunks_cover_the_buffer(self):
+        driver = FakeDriver()
+        buffer = self.pinned(driver, 10_000, 4096)
+        base = buffer.tensor.data_ptr()
+        self.assertEqual(
+            driver.calls, [(base, 4096), (base + 4096, 4096), (base + 8192, 1808)]
+        )
+        self.assertEqual(buffer.tensor.numel(), 10_000)
+        self.assertFalse(buffer.tensor.any())
+        buffer.close()
+        self.assertEqual(driver.live, {})
+        buffer.close()
+
+    def test_chunk_as_large_as_the_buffer(self):
+        driver = FakeDriver()
+        self.pinned(driver, 4096, 4096).close()
+        self.assertEqual([size for _, size in driver.calls], [4096])
+
+    def test_failure_rolls_back(self):
+        for fails_at in range(3):
+            with self.subTest(fails_at=fails_at):
+                driver = FakeDriver(fails_at)
+                with self.assertRaisesRegex(RuntimeError, "cudaHostRegister failed with code 2"):
+                    self.pinned(driver, 10_000, 4096)
+                self.assertEqual(len(driver.calls), fails_at)
+                self.assertEqual(driver.live, {})
+                self.assertEqual(driver.error, 0, "the next kernel launch would find it")
+
+    def test_unregistered_when_the_interpreter_exits(self):
+        driver = FakeDriver()
+        with mock.patch.object(host_memory.atexit, "register") as register:
+            buffer = self.pinned(driver, 4096, 4096)
+        at_exit = register.call_args.args[0]
+        self.assertEqual(at_exit, buffer.close)
+        at_exit()
+        self.assertEqual(driver.live, {})
+
+    def test_closed_buffer_is_collected(self):
+        import weakref
+
+        buffer = PinnedBuffer(4096, pin=False)
+        alive = weakref.ref(buffer)
+        buffer.close()
+        del buffer
+        gc.collect()
+        self.assertIsNone(alive())
+
+    def test_no_driver_is_asked_without_pinning(self):
+        with mock.patch.object(torch.cuda, "cudart", side_effect=AssertionError):
+            PinnedBuffer(4096, pin=False).close()
+
+
+if __name__ == "__main__":
+    unittest.main()
