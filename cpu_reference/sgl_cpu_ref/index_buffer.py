@@ -21,7 +21,9 @@ def split_pages(buf: torch.Tensor, page_size: int, dim: int) -> Tuple[torch.Tens
 
 
 def set_k_and_s(pool, buf, loc, index_k, index_k_scale) -> None:
-    """Writes keys fp8 [N, dim] and scales fp32 [N(, 1)] at slots ``loc`` int [N], in place."""
+    """Writes keys fp8 [N, dim] and scales fp32 [N(, 1)] at slots ``loc`` int [N], in place; N may be zero."""
+    if loc.numel() == 0:
+        return
     keys, scales = split_pages(buf, pool.page_size, pool.index_head_dim)
     page, offset = loc // pool.page_size, loc % pool.page_size
     keys[page, offset] = index_k.view(torch.uint8)

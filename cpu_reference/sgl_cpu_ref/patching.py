@@ -4,7 +4,19 @@ import contextlib
 import functools
 import importlib
 import sys
-from typing import Any, Callable, Iterator, Tuple
+from typing import Any, Callable, Dict, Iterator, Tuple
+
+_originals: Dict[Tuple[str, str], Any] = {}
+
+
+def original(module_name: str, name: str) -> Any:
+    """What ``module_name.name`` is in SGLang itself, whether or not it was replaced here; ``name`` may be ``Class.attr``."""
+    if (module_name, name) in _originals:
+        return _originals[module_name, name]
+    value = importlib.import_module(module_name)
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def replace_everywhere(module_name: str, name: str, new: Any) -> None:
@@ -14,12 +26,19 @@ def replace_everywhere(module_name: str, name: str, new: Any) -> None:
     """
     module = importlib.import_module(module_name)
     old = getattr(module, name)
+    _originals.setdefault((module_name, name), old)
     setattr(module, name, new)
     for other in list(sys.modules.values()):
         if not getattr(other, "__name__", "").startswith("sglang"):
             continue
         if getattr(other, "__dict__", {}).get(name) is old:
             setattr(other, name, new)
+
+
+def replace_static(cls: type, name: str, new: Callable) -> None:
+    """Set ``cls.name`` to the static method ``new``; AttributeError where the class has no such name."""
+    _originals.setdefault((cls.__module__, f"{cls.__name__}.{name}"), getattr(cls, name))
+    setattr(cls, name, staticmethod(new))
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def _replace_triton_kernels() -> None:
     """Allocator, pool, quantisation and index-buffer kernels for which SGLang has Triton versions only."""
     import sglang.srt.utils
     from sgl_cpu_ref import allocator, index_buffer, kv_pool, nsa_offload, quant
-    from sgl_cpu_ref.patching import replace_everywhere
+    from sgl_cpu_ref.patching import replace_everywhere, replace_static
     from sglang.srt.layers.attention.nsa import index_buf_accessor
     from sglang.srt.mem_cache import common
 

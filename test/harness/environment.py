@@ -21,11 +21,13 @@ DEFAULTS = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "OMP_NUM_THREADS": "1",
 }
+"""Set unless the caller's environment says otherwise. TRITON_INTERPRET must stand before triton's first import. One OpenMP
+thread: more make the tiny model no faster, and many times slower where other processes want the cores."""
 if ON_GPU:
     for _name in ("SGLANG_USE_CPU_ENGINE", "TRITON_INTERPRET", "TORCHDYNAMO_DISABLE"):
         del DEFAULTS[_name]
-"""Set unless the caller's environment says otherwise. TRITON_INTERPRET must stand before triton's first import."""
 
 
 def prepare() -> None:
