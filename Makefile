@@ -28,7 +28,7 @@ build: setup
 	$(SERIES) build
 
 demo: build
-	$(RUN) -m demo
+	PYTHONPATH=cpu_reference:build/sglang/python:test $(PYTHON) -m demo
 
 test: build
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile test

@@ -1,0 +1,49 @@
+"""The verdict: what must hold, and what is missing."""
+
+from typing import List
+
+from demo.evidence import Evidence, Traffic
+
+LEAST_EVICTED = 20
+LEAST_TOGETHER = 16
+
+
+def failures(evidence: Evidence) -> List[str]:
+    """What the evidence lacks, in words; empty where it is complete."""
+    lacks = _tokens(evidence)
+    if evidence.traffic is None:
+        lacks.append("nothing was traced on the server with the flag on")
+    else:
+        lacks += _traffic(evidence.traffic)
+    return [f"{evidence.dtype}: {text}" for text in lacks]
+
+
+def _tokens(evidence: Evidence) -> List[str]:
+    lacks = []
+    for request in evidence.requests:
+        off, on = evidence.off.get(request.rid, []), evidence.on.get(request.rid, [])
+        for name, tokens in (("off", off), ("on", on)):
+            if len(tokens) != request.new_tokens:
+                lacks.append(f"{request.rid}: {len(tokens)} of {request.new_tokens} tokens, flag {name}")
+        if off != on:
+            same = next((i for i, (a, b) in enumerate(zip(off, on)) if a != b), min(len(off), len(on)))
+            lacks.append(f"{request.rid}: tokens differ from number {same} on")
+    return lacks
+
+
+def _traffic(traffic: Traffic) -> List[str]:
+    lacks = []
+    if traffic.evicted_requests < LEAST_EVICTED:
+        lacks.append(f"{traffic.evicted_requests} requests evicted, {LEAST_EVICTED} must")
+    if traffic.peak_batch < LEAST_TOGETHER:
+        lacks.append(f"{traffic.peak_batch} requests decoded at once, {LEAST_TOGETHER} must")
+    if len(traffic.refetched) != len(traffic.misses):
+        lacks.append(f"{len(traffic.refetched)} of {len(traffic.misses)} layers were traced")
+    for layer, rows in enumerate(traffic.refetched):
+        if not rows:
+            lacks.append(f"layer {layer} fetched no evicted row again")
+    if not any(traffic.written):
+        lacks.append("no step fetched a row that decoding had written")
+    if traffic.fetched != traffic.misses:
+        lacks.append(f"rows fetched {traffic.fetched} and misses counted {traffic.misses} differ")
+    return lacks
