@@ -112,5 +112,5 @@ def check_host_memory(num_bytes: int, ranks_on_host: int, asked_by: str) -> None
             f"({ranks_on_host} rank(s) on this host), but {max(free, 0) / 1e9:.2f} GB are "
             f"free after a reserve of {HOST_RESERVE_BYTES / 1e9:.1f} GB. Set "
             f"--decode-nsa-kv-offload-config '{{\"host_size_gb\": N}}' with N at most "
-            f"{max(free, 0) / 1e9 / ranks_on_host:.1f}, or lower --max-total-tokens."
+            f"{max(free, 0) // ranks_on_host // 1e8 / 10:.1f}, or lower --max-total-tokens."
         )

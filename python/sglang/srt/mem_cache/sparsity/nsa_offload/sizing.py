@@ -224,7 +224,7 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
             raise ValueError(
                 f"{CONFIG_FLAG}: host_size_gb={config.host_size_gb} holds {max(rows, 0)} rows "
                 f"of {sizes.host_bytes_per_token} bytes, under two pages of {page}; give at "
-                f"least {2 * page * sizes.host_bytes_per_token / 1e9:.3f}."
+                f"least {-(-2 * page * sizes.host_bytes_per_token // 1000) / 1e6:.6f}."
             )
         return min(by_index_keys, tokens)
 
