@@ -10,6 +10,7 @@ Triton kernels that are not replaced (a feature's own) run under the Triton inte
 ``TRITON_INTERPRET=1`` for this process and those it starts. See `interpret_triton` for what that can reach.
 """
 
+import importlib.util
 import os
 import traceback
 
@@ -64,6 +65,13 @@ def interpret_triton() -> None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False
+
+
 def _replace_triton_kernels() -> None:
     """Allocator, pool, quantisation and index-buffer kernels for which SGLang has Triton versions only."""
     import sglang.srt.utils
@@ -91,7 +99,8 @@ def _replace_triton_kernels() -> None:
     replace_static(index_buf_accessor.GetK, "triton", index_buffer.get_k)
     replace_static(index_buf_accessor.GetS, "triton", index_buffer.get_s)
     replace_static(index_buf_accessor.GetKAndS, "triton", index_buffer.get_k_and_s)
-    nsa_offload.install()
+    if _has_module("sglang.jit_kernel.triton.nsa_kv_offload"):  # a patched tree; stock SGLang has no such kernels
+        nsa_offload.install()
 
 
 def _replace_indexer_leaves() -> None:

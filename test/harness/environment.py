@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Dict
+from typing import Dict, Optional
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "cpu_reference"
@@ -52,11 +52,11 @@ def python_path() -> list:
     return path
 
 
-def child_environment(**extra: str) -> Dict[str, str]:
-    """Environment of a server process; ``extra`` overrides it."""
+def child_environment(**extra: Optional[str]) -> Dict[str, str]:
+    """Environment of a server process; ``extra`` overrides it, None removes a variable."""
     env = {**DEFAULTS, **os.environ}
     path = python_path()
     inherited = env.get("PYTHONPATH", "").split(os.pathsep)
     env["PYTHONPATH"] = os.pathsep.join(path + [p for p in inherited if p and p not in path])
     env.update(extra)
-    return env
+    return {name: value for name, value in env.items() if value is not None}

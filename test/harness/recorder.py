@@ -1,6 +1,6 @@
 """Records which rows each decode step's top-k selects, and replays a window over them."""
 
-from typing import Dict, List, NamedTuple
+from typing import Dict, List, NamedTuple, Set
 
 import torch
 
@@ -48,15 +48,20 @@ class TopkRecorder:
         return out
 
 
-def lru_misses(steps: List[List[int]], window: int) -> List[int]:
-    """Misses of each step in an LRU window of ``window`` rows, empty at first; a step's own rows are never evicted by it."""
+def lru_fetches(steps: List[List[int]], window: int) -> List[Set[int]]:
+    """Rows each step fetches into an LRU window of ``window`` rows, empty at first; no step evicts its own rows."""
     age: Dict[int, int] = {}
-    misses = []
+    fetches = []
     for now, rows in enumerate(steps):
         wanted = set(rows)
         assert len(wanted) <= window
-        misses.append(len(wanted - age.keys()))
+        fetches.append(wanted - age.keys())
         age.update((row, now) for row in wanted)
         for row in sorted(age, key=age.get)[: max(0, len(age) - window)]:
             del age[row]
-    return misses
+    return fetches
+
+
+def lru_misses(steps: List[List[int]], window: int) -> List[int]:
+    """How many rows each step fetches; see `lru_fetches`."""
+    return [len(rows) for rows in lru_fetches(steps, window)]
