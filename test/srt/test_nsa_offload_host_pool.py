@@ -125,6 +125,12 @@ class TestShortOfMemory(CustomTestCase):
         ):
             self.assertIn(word, str(caught.exception))
 
+    def test_proposed_size_is_rounded_down(self):
+        free = int(49.96e9) + host_memory.HOST_RESERVE_BYTES
+        with mock.patch.object(host_pool, "available_host_bytes", return_value=free):
+            with self.assertRaisesRegex(ValueError, r"at most 49\.9,"):
+                check_host_memory(int(60e9), 1, "host_ratio=1.0")
+
     def test_nothing_free(self):
         with mock.patch.object(host_pool, "available_host_bytes", return_value=0):
             with self.assertRaisesRegex(ValueError, r"0\.00 GB are free"):

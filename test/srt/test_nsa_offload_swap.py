@@ -1,0 +1,336 @@
+"""Copies between windows and host pool, and whole decode steps, with rows stamped byte by byte."""
+
+import dataclasses
+import random
+import unittest
+from types import SimpleNamespace
+
+import nsa_offload_oracle as oracle  # first: turns on the interpreter
+import torch
+
+from sglang.srt.mem_cache.sparsity.nsa_offload import adaptor, controller, lru_cache
+from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
+from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
+from sglang.test.test_utils import CustomTestCase
+
+DEVICE = oracle.DEVICE
+PAGE, LAYERS, TOKENS, CONTEXT, K = 64, 3, 640, 260, 24
+SIZES = OffloadSizes(
+    num_windows=3,
+    window_slots=64 + 64,
+    lru_slots=64,
+    staging_slots=2 * PAGE,
+    num_layers=LAYERS,
+    row_bytes=656,
+    max_context=CONTEXT,
+    page_size=PAGE,
+)
+DTYPES = ((torch.float8_e4m3fn, 656, 656), (torch.bfloat16, 576, 1152))  # dtype, dim, row bytes
+
+
+def stamp(request: int, layer: int, position: int, row_bytes: int) -> torch.Tensor:
+    """Bytes of one row that no other (request, layer, position) has, in any 16 of them."""
+    generator = torch.Generator().manual_seed((request * 100 + layer) * 100000 + position)
+    return torch.randint(0, 256, (row_bytes,), dtype=torch.uint8, generator=generator)
+
+
+class Pools:
+    """A device and a host pool full of random bytes, and a controller between them."""
+
+    def __init__(self, dtype, dim, row_bytes, module=controller):
+        self.row_bytes = row_bytes
+        self.device_pool = NSAOffloadTokenToKVPool(
+            TOKENS,
+            page_size=PAGE,
+            dtype=dtype,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            layer_num=LAYERS,
+            device=DEVICE,
+            index_head_dim=128,
+            enable_memory_saver=False,
+            kv_cache_dim=dim,
+            sizes=dataclasses.replace(SIZES, row_bytes=row_bytes),
+        )
+        self.host_pool = NSAKVOnlyTokenToKVPoolHost(self.device_pool, DEVICE == "cuda")
+        self.host = self.host_pool.kv_buffer.view(torch.uint8).flatten(2)
+        self.device = [b.view(torch.uint8).flatten(1) for b in self.device_pool.kv_buffer]
+        for buffer in (self.host, *self.device):
+            buffer.random_(0, 256)
+        self.controller = module.SparseCacheController(self.device_pool, self.host_pool)
+
+    def state(self):
+        """Copies of both sides once all copies are done: ``[layer, row, byte]``, on the CPU."""
+        torch.get_device_module(DEVICE).synchronize()
+        return torch.stack([buffer.cpu() for buffer in self.device]), self.host.clone()
+
+    def close(self):
+        self.host_pool.close()
+
+
+def slots(*values):
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+def check_copies(module=controller):
+    """Mapped rows byte for byte, every other row and the source untouched, both ways."""
+    for spec in DTYPES:
+        pools = Pools(*spec, module)
+        try:
+            _check_load(pools)
+            _check_store(pools)
+            _check_write_back(pools)
+        finally:
+            pools.close()
+
+
+def _check_load(pools):
+    for layer in range(LAYERS):
+        device, host = pools.state()
+        targets, sources = [70, 200, 63 + PAGE, 447], [5, 703, 64, 300]
+        event = pools.controller.load_layer(layer, slots(*sources), slots(*targets))
+        pools.controller.wait(event)
+        device[layer, targets] = host[layer, sources]
+        _compare(pools, device, host)
+
+
+def _check_store(pools):
+    for layer in range(LAYERS):
+        device, host = pools.state()
+        sources, targets = [450, 455, 66], [64, 703, 129]
+        pools.controller.store_layer(layer, slots(*sources), slots(*targets))
+        host[layer, targets] = device[layer, sources]
+        _compare(pools, device, host)
+
+
+def _check_write_back(pools):
+    device, host = pools.state()
+    sources, targets = [130, 300, 447, 64], [70, 131, 702, 200]
+    pools.controller.write_back(slots(*sources), slots(*targets))
+    host[:, targets] = device[:, sources]
+    _compare(pools, device, host)
+
+
+def _compare(pools, device, host):
+    pools.controller.synchronize()
+    got_device, got_host = pools.state()
+    assert torch.equal(got_device, device), "device rows"
+    assert torch.equal(got_host, host), "host rows"
+
+
+class TestCopies(CustomTestCase):
+    def test_both_ways(self):
+        check_copies()
+
+    def test_entries_of_minus_one_touch_the_padding_row_only(self):
+        for spec in DTYPES:
+            pools = Pools(*spec)
+            self.addCleanup(pools.close)
+            device, host = pools.state()
+            sources = slots(-1, 9, -1, -1).view(2, 2)
+            targets = slots(-1, 99, -1, -1).view(2, 2)
+            pools.controller.wait(pools.controller.load_layer(1, sources, targets))
+            device[1, 99] = host[1, 9]
+            device[1, 0] = host[1, 0]
+            _compare(pools, device, host)
+
+    def test_empty_lists(self):
+        pools = Pools(*DTYPES[0])
+        self.addCleanup(pools.close)
+        device, host = pools.state()
+        pools.controller.load_layer(0, slots(), slots())
+        pools.controller.store_layer(0, slots(), slots())
+        pools.controller.write_back(slots(), slots())
+        _compare(pools, device, host)
+
+    def test_counts_each_token_once(self):
+        pools = Pools(*DTYPES[0])
+        self.addCleanup(pools.close)
+        pools.controller.wait_for_stores()
+        pools.controller.synchronize()
+        for layer in range(LAYERS):
+            pools.controller.store_layer(layer, slots(64, 65), slots(64, 65))
+        pools.controller.write_back(slots(66), slots(66))
+        pools.controller.wait_for_stores()
+        self.assertEqual(pools.controller.rows_stored, 3)
+
+
+class Decode:
+    """Requests that decode through the adaptor; attention reads only rows it was given.
+
+    Rows carry the stamp of their request, layer and position; each step reads the page table's
+    rows and compares them with the stamps of the top-k.
+    """
+
+    def __init__(self, spec, modules=(adaptor, controller, lru_cache), seed=0):
+        self.rng = random.Random(seed)
+        adaptor_module, controller_module, lru_module = modules
+        self.pools = Pools(*spec, controller_module)
+        self.lru = lru_module.LRUCacheState(
+            LAYERS, SIZES.num_windows, SIZES.lru_slots, SIZES.ring_slots, CONTEXT, DEVICE
+        )
+        self.req_to_token = torch.zeros((5, CONTEXT), dtype=torch.int32, device=DEVICE)
+        self.adaptor = adaptor_module.NSAOffloadBackendAdaptor(
+            torch.device(DEVICE),
+            SimpleNamespace(req_to_token=self.req_to_token),
+            SIZES,
+            self.lru,
+            self.pools.controller,
+        )
+        self.free = self.rng.sample(range(PAGE, TOKENS + PAGE), TOKENS)
+        self.requests = 0
+        self.owner = {}  # window: [request, row, length]
+
+    def admit(self, window, row, prompt):
+        self.requests += 1
+        self.owner[window] = [self.requests, row, prompt]
+        self.lru.ring_begin[window] = prompt
+        for position in range(prompt):
+            slot = self.new_slot(row, position)
+            for layer in range(LAYERS):
+                self.pools.host[layer, slot] = self.stamp(window, layer, position)
+
+    def release(self, window):
+        _, row, length = self.owner.pop(window)
+        self.free += self.req_to_token[row, :length].tolist()
+        self.lru.reset_windows(slots(window))
+
+    def new_slot(self, row, position):
+        slot = self.free.pop(0)
+        self.req_to_token[row, position] = slot
+        return slot
+
+    def stamp(self, window, layer, position):
+        return stamp(self.owner[window][0], layer, position, self.pools.row_bytes)
+
+    def ring_slot(self, window, position):
+        base = SIZES.first_window_slot + window * SIZES.window_slots
+        return base + SIZES.lru_slots + position % SIZES.ring_slots
+
+    def step(self):
+        batch = sorted(self.owner)
+        for window in batch:
+            _, row, length = self.owner[window]
+            self.new_slot(row, length)
+            self.owner[window][2] += 1
+        windows = torch.tensor([*batch, -1], dtype=torch.int32, device=DEVICE)
+        rows = torch.tensor([self.owner[w][1] for w in batch] + [0], dtype=torch.int32, device=DEVICE)
+        lengths = [self.owner[w][2] for w in batch]
+        forward = SimpleNamespace(seq_lens=torch.tensor([*lengths, 1], device=DEVICE))
+        for layer in range(LAYERS):
+            topk = []
+            for window, length in zip(batch, lengths):
+                written = self.ring_slot(window, length - 1)
+                self.pools.device[layer][written] = self.stamp(window, layer, length - 1).to(DEVICE)
+                chosen = self.rng.sample(range(length), min(length, K - 2))
+                topk.append(chosen + [-1] * (K - len(chosen)))
+                self.rng.shuffle(topk[-1])
+            table = self.adaptor.adapt_for_attn_metadata(
+                torch.tensor([*topk, [-1] * K], dtype=torch.int32, device=DEVICE),
+                None,
+                None,
+                None,
+                forward,
+                self.req_to_token,
+                1,
+                layer,
+                batch_windows=windows,
+                batch_rows=rows,
+            )
+            self.check_rows(layer, batch, topk, table)
+            self.adaptor.commit(layer, windows)
+        # The step's result is processed: its rows go to the host.
+        self.pools.controller.write_back(
+            slots(*[self.ring_slot(w, n - 1) for w, n in zip(batch, lengths)]),
+            slots(*[int(self.req_to_token[self.owner[w][1], n - 1]) for w, n in zip(batch, lengths)]),
+        )
+        self.pools.controller.wait_for_stores()
+        self.lru.check_integrity()
+
+    def check_rows(self, layer, batch, topk, table):
+        for window, positions, found in zip(batch, topk, table.tolist()):
+            used = [slot for slot in found if slot >= 0]
+            assert len(used) == len(set(used)), "one slot for two entries"
+            rows = self.pools.device[layer][used].cpu()
+            wanted = [p for p in positions if p >= 0]
+            assert [s < 0 for s in found] == [p < 0 for p in positions], "-1 maps to -1"
+            for row, position in zip(rows, wanted):
+                assert torch.equal(row, self.stamp(window, layer, position)), (
+                    f"layer {layer}, window {window}, position {position}"
+                )
+        assert all(slot == -1 for slot in table[len(batch)].tolist())
+
+    def run(self):
+        """Contexts of several windows, a ring that wraps, and a window with a new owner."""
+        self.admit(0, 1, 150)
+        self.admit(2, 3, 3)
+        for _ in range(4):
+            self.step()
+        self.release(0)
+        self.admit(0, 2, 90)
+        self.admit(1, 1, 65)
+        for _ in range(5):
+            self.step()
+
+    def close(self):
+        self.pools.close()
+
+
+class TestDecode(CustomTestCase):
+    def test_every_row_read_is_the_right_one(self):
+        for seed, spec in enumerate(DTYPES):
+            with self.subTest(spec=spec):
+                decode = Decode(spec, seed=seed)
+                self.addCleanup(decode.close)
+                decode.run()
+
+    def test_ring_wraps(self):
+        """Positions that have left the ring are read back from the host."""
+        decode = Decode(DTYPES[0], seed=7)
+        self.addCleanup(decode.close)
+        decode.admit(1, 4, 2)
+        for _ in range(SIZES.ring_slots + 8):
+            decode.step()
+
+
+class TestFaultsAreSeen(CustomTestCase):
+    COPY_FAULTS = {
+        "layer offset lost, to the device": ("src=self._host_kv[layer],\n                dst=self._device_kv[layer]", "src=self._host_kv[0],\n                dst=self._device_kv[0]"),
+        "layer offset lost, to the host": ("dst=self._host_kv[layer]", "dst=self._host_kv[0]"),
+        "layer of the source lost": ("src=self._host_kv[layer]", "src=self._host_kv[0]"),
+        "host and device indices swapped, to the device": ("src_indices=source,\n                dst_indices=target", "src_indices=target,\n                dst_indices=source"),
+        "host and device indices swapped, to the host": ("src_indices=device_slots,\n                dst_indices=host_slots", "src_indices=host_slots % 448,\n                dst_indices=device_slots"),
+        "one layer written back": ("num_layers=self._num_layers", "num_layers=1) if False else transfer_kv_per_layer_mla(src=self._device_kv[0], dst=self._host_kv[0], src_indices=device_slots, dst_indices=host_slots, item_size=self._row_bytes"),
+        "-1 copied to a real row": ("device_slots.flatten().clamp_min(0)", "device_slots.flatten().clamp_min(0) + 1"),
+    }  # fmt: skip
+    STEP_FAULTS = {
+        "host slots of one request for all": (adaptor, "swap.miss_positions, batch_rows, req_to_token", "swap.miss_positions, batch_rows * 0 + 1, req_to_token"),
+        "positions for host slots": (adaptor, "loaded = self._controller.load_layer(layer_id, host_slots,", "loaded = self._controller.load_layer(layer_id, swap.miss_positions.long(),"),
+        "misses not loaded": (adaptor, "load_layer(layer_id, host_slots, miss_slots)", "load_layer(layer_id, host_slots * 0 - 1, miss_slots * 0 - 1)"),
+        "every layer uses the residency of layer 0": (adaptor, "self._lru.prepare_layer_swap(\n            layer_id,", "self._lru.prepare_layer_swap(\n            0,"),
+        "former owner's mapping stays": (lru_cache, "self.offset_of_position[:, windows] = -1", "pass"),
+        "windows one apart": (adaptor, "self._sizes.window_slots,", "1,"),
+        "window area begins at the padding": (adaptor, "self._sizes.first_window_slot,", "0,"),
+        "one layer loaded": (controller, "dst=self._device_kv[layer]", "dst=self._device_kv[0]"),
+        "rows not written back": (controller, "self._module.current_stream().wait_event(self._stored)\n\n    def wait(", "self._host_kv.view(torch.uint8).fill_(0)\n\n    def wait("),
+    }  # fmt: skip
+
+    def test_copies(self):
+        for name, (old, new) in self.COPY_FAULTS.items():
+            with self.subTest(name), self.assertRaises(AssertionError):
+                check_copies(oracle.mutated(controller, old, new))
+
+    def test_steps(self):
+        for name, (module, old, new) in self.STEP_FAULTS.items():
+            with self.subTest(name):
+                faulty = oracle.mutated(module, old, new)
+                modules = [faulty if m is module else m for m in (adaptor, controller, lru_cache)]
+                decode = Decode(DTYPES[0], modules)
+                self.addCleanup(decode.close)
+                with self.assertRaises((AssertionError, RuntimeError)):
+                    decode.run()
+
+
+if __name__ == "__main__":
+    unittest.main()
