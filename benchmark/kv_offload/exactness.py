@@ -36,6 +36,7 @@ def slim_model(folder: Path, layers: int) -> Path:
         q_lora_rank=512,
         max_position=163840,
     )
+    folder = folder.with_name(f"{folder.name}-{layers}")
     write_checkpoint(folder, spec)
     return folder
 

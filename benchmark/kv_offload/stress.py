@@ -1,0 +1,215 @@
+"""Random lives of requests on a GPU with stamped rows: graphs, overlap, tiny pools, delayed copies, planted faults.
+
+    HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/stress.py --out stress.json
+
+The scenarios run in one child process, so that its exit and the release of the GPU can be timed. A planted fault must be
+caught by the stamps; a scenario without one must not.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+FAULTS = (
+    "layer_offset_lost",
+    "host_and_device_slot_swapped",
+    "ring_of_one",
+    "padded_row_not_masked",
+    "write_back_skipped",
+    "int32_address",
+)
+# Host slots below this lie within the first 2^31 bytes of a layer of 656-byte rows.
+FIRST_HIGH_SLOT = (1 << 31) // 656 // 64 * 64 + 64
+SLEEP_LOAD_CYCLES, SLEEP_STORE_CYCLES = 200_000, 4_000_000
+
+
+def plant(fault: str, stack: ExitStack) -> None:
+    """Replace a part by a faulty one until ``stack`` closes."""
+    import torch
+    from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController as Controller
+    from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator as Coordinator
+    from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
+
+    load, begin = Controller.load_layer, Coordinator.decode_begin
+
+    def lost(self, layer, *slots):
+        return load(self, 0, *slots)
+
+    def swapped(self, layer, host_slots, device_slots):
+        limit = self._device_kv[0].shape[0]
+        return load(self, layer, device_slots, torch.where(host_slots < limit, host_slots, -1))
+
+    def unmasked(self, batch_size, num_real, rows, seq_lens):
+        begin(self, batch_size, batch_size, rows, seq_lens)
+
+    def wrapped(self, layer, host_slots, device_slots):
+        rows = (1 << 31) // self._row_bytes
+        return load(self, layer, torch.where(host_slots < 0, host_slots, host_slots % rows), device_slots)
+
+    replaced = {
+        "layer_offset_lost": (Controller, "load_layer", lost),
+        "host_and_device_slot_swapped": (Controller, "load_layer", swapped),
+        "ring_of_one": (OffloadSizes, "ring_slots", property(lambda self: 1)),
+        "padded_row_not_masked": (Coordinator, "decode_begin", unmasked),
+        "write_back_skipped": (Coordinator, "forward_end", lambda *a: None),
+        "int32_address": (Controller, "load_layer", wrapped),
+    }[fault]
+    stack.enter_context(mock.patch.object(*replaced))
+
+
+def delay_copies(stack: ExitStack) -> None:
+    """Put a spin kernel before every copy, on its stream: what does not wait for a copy then sees stale rows."""
+    import torch
+    from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController as Controller
+
+    after = Controller._after_current
+
+    def delayed(self, stream, *inputs):
+        context = after(self, stream, *inputs)
+        with context:
+            torch.cuda._sleep(SLEEP_LOAD_CYCLES if stream is self._load_stream else SLEEP_STORE_CYCLES)
+        return self._module.stream(stream)
+
+    stack.enter_context(mock.patch.object(Controller, "_after_current", delayed))
+
+
+def live(engine, stamps, args) -> dict:
+    """Submit, step, abort and retract at random; check stamps as it goes."""
+    rng = random.Random(args.seed)
+    done = {"submitted": 0, "aborted": 0, "retracted": 0, "checked_rows": 0}
+    for step in range(args.steps):
+        waiting = engine.unfinished()
+        if len(waiting) < 12 and rng.random() < 0.2:
+            length = rng.choice((1, 64, 2047, 2049)) if rng.random() < 0.2 else rng.randrange(1, args.max_len)
+            prompt = [rng.randrange(3, 4096) for _ in range(length)]
+            engine.submit(prompt, rng.choice((1, 5, 70, 200)))
+            done["submitted"] += 1
+        if waiting and rng.random() < 0.02:
+            engine.abort(rng.choice(waiting))
+            done["aborted"] += 1
+        if rng.random() < 0.01 and engine.scheduler.running_batch.batch_size() > 2:
+            done["retracted"] += len(engine.retract(1))
+        engine.step()
+        if step % 20 == 0:
+            done["checked_rows"] += sum(stamps.check(engine, host=step % 100 == 0, max_host_rows=8192))
+    done["checked_rows"] += sum(stamps.check(engine, host=True))
+    engine.drain()
+    return done
+
+
+def scenario(args) -> dict:
+    """Run one scenario in this process."""
+    from exactness import settings, slim_model
+    from harness import offload
+    from harness.scheduler import InprocScheduler
+    from harness.stamps import StampError, Stamps
+
+    begin = time.time()
+    model = slim_model(args.model, args.layers)
+    more = {**settings(args, args.dtype, not args.eager), **offload.offload_args(window=2048)}
+    more.update(cuda_graph_bs=[1, 2, 4, 8], cuda_graph_max_bs=8, max_running_requests=8, chunked_prefill_size=4096)
+    result = {"caught": None}
+    with ExitStack() as stack:
+        stamps = stack.enter_context(Stamps())
+        if args.fault:
+            plant(args.fault, stack)
+        if args.delay:
+            delay_copies(stack)
+        engine = stack.enter_context(InprocScheduler(model, overlap=args.loop == "overlap", **more))
+        allocator = engine.scheduler.token_to_kv_pool_allocator
+        held = allocator.alloc(FIRST_HIGH_SLOT) if args.high else None
+        try:
+            result.update(live(engine, stamps, args))
+            if held is not None:
+                allocator.free(held)
+                held = None
+            offload.check_idle(engine)
+        except StampError as error:
+            result["caught"] = str(error)
+        result["counters"] = offload.coordinator(engine).lru.counters.tolist()
+    return {**result, "seconds": round(time.time() - begin, 1)}
+
+
+def plan(steps: int) -> list:
+    """Name, flags, and whether the stamps must catch something."""
+    high = ["--high", "--layers", "2", "--total-tokens", str(FIRST_HIGH_SLOT + 65536)]
+    rows = [
+        ("graphs, overlap", ["--steps", str(steps)], False),
+        ("graphs, overlap, delayed copies", ["--steps", str(steps), "--delay"], False),
+        ("graphs, overlap, bf16, delayed copies", ["--steps", str(steps // 3), "--delay", "--dtype", "bfloat16"], False),
+        ("eager, normal", ["--steps", str(steps // 5), "--eager", "--loop", "normal"], False),
+        ("rows beyond 2^31 bytes", ["--steps", str(min(300, steps)), *high], False),
+    ]
+    for fault in FAULTS:
+        flags = ["--steps", str(min(600, steps)), "--fault", fault]
+        rows.append((f"fault: {fault}", flags + (high if fault == "int32_address" else []), True))
+    return rows
+
+
+def children(args, parser) -> None:
+    """Run every scenario of the plan, one after another, in this process."""
+    import harness  # noqa: F401  (sets the environment; before sglang and torch)
+
+    for name, flags, must_catch in plan(args.steps):
+        if args.only and args.only not in name:
+            continue
+        chosen = parser.parse_args(["--model", str(args.model), "--max-len", str(args.max_len), *flags])
+        row = {"scenario": name, **scenario(chosen)}
+        print(json.dumps({**row, "good": bool(row["caught"]) == must_catch}), flush=True)
+
+
+def gpu_memory_mb() -> int:
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(query, capture_output=True, text=True).stdout.split()[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("stress.json"))
+    parser.add_argument("--model", type=Path, default=Path("build/models/slim"))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--total-tokens", type=int, default=40960, help="of all requests; small, so that decode retracts")
+    parser.add_argument("--max-len", type=int, default=9000)
+    parser.add_argument("--dtype", default="fp8_e4m3")
+    parser.add_argument("--loop", default="overlap", choices=("overlap", "normal"))
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fault", choices=FAULTS)
+    parser.add_argument("--delay", action="store_true")
+    parser.add_argument("--high", action="store_true", help="occupy all slots below 2^31 bytes first")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", help="scenarios whose name has this in it")
+    args = parser.parse_args()
+    if args.child:
+        children(args, parser)
+        return
+
+    idle_mb, rows = gpu_memory_mb(), []
+    command = [sys.executable, __file__, "--child", *sys.argv[1:]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout:
+            if line.startswith("{"):
+                rows.append(json.loads(line))
+                print(line, end="", flush=True)
+                args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    ended = time.time()
+    while gpu_memory_mb() > idle_mb + 200 and time.time() < ended + 30:
+        time.sleep(0.1)
+    rows.append({"scenario": "exit", "exit_code": child.returncode, "gpu_free_s": round(time.time() - ended, 1)})
+    print(json.dumps(rows[-1]), flush=True)
+    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    bad = [row["scenario"] for row in rows[:-1] if not row["good"]]
+    if bad or child.returncode or rows[-1]["gpu_free_s"] > 5:
+        raise SystemExit(f"not as expected: {bad or rows[-1]}")
+
+
+if __name__ == "__main__":
+    main()
