@@ -402,13 +402,23 @@ class TestConfigurator(CustomTestCase):
         dense = int(0.5e9) // ((656 + 132) * LAYERS)
         self.assertGreater(tokens, 5 * dense)
 
-    def test_staging_holds_a_chunked_prompt_and_a_batch(self):
-        _, sizes = self.sized()
-        self.assertEqual(sizes.staging_slots, (16 + 8 + 2) * PAGE)
-        _, sizes = self.sized(chunked_prefill_size=2048)
-        self.assertEqual(sizes.staging_slots, (16 + 32 + 2) * PAGE)
-        _, sizes = self.sized(disaggregation_mode="decode")
-        self.assertEqual(sizes.staging_slots, 0)
+    def test_staging_holds_a_chunked_prompt_and_the_batch_beside_it(self):
+        """Whatever else it counts: the context, whole, and a chunk in pages of its own."""
+        for chunk in (256, 2048):
+            _, sizes = self.sized(chunked_prefill_size=chunk)
+            self.assertGreaterEqual(sizes.staging_slots, 1000 + chunk)
+            self.assertLessEqual(sizes.staging_slots, 1000 + max(chunk, 512) + 4 * PAGE)
+            self.assertEqual(sizes.staging_slots % PAGE, 0)
+
+    def test_staging_without_chunks(self):
+        for chunk in (None, -1):
+            _, sizes = self.sized(chunked_prefill_size=chunk, max_prefill_tokens=2000)
+            self.assertGreaterEqual(sizes.staging_slots, 2000)
+            _, sizes = self.sized(chunked_prefill_size=chunk, max_prefill_tokens=10)
+            self.assertGreaterEqual(sizes.staging_slots, 1000)
+
+    def test_a_decode_node_stages_nothing(self):
+        self.assertEqual(self.sized(disaggregation_mode="decode")[1].staging_slots, 0)
 
     def test_derived_requests(self):
         _, sizes = self.sized(max_running_requests=None)
