@@ -44,7 +44,7 @@ class Phase:
 # (prompt, new tokens). A page is 64 too; LRU part and ring together are 192.
 _ALONE = ((1, 16), (63, 16), (64, 16), (65, 144), (127, 16), (128, 16), (129, 80), (190, 80))
 _FOUR = ((191, 48), (192, 80), (193, 48), (255, 80), (256, 48), (257, 80), (320, 48), (450, 80))
-_SIXTEEN = tuple((200 + 32 * i, 40 + 8 * (i % 6)) for i in range(16))
+_SIXTEEN = tuple((150 + 14 * i, 40 + 8 * (i % 6)) for i in range(15)) + ((640, 64),)
 
 
 def phases() -> List[Phase]:
