@@ -16,6 +16,7 @@ from harness.server import ServerError
 from tiny_model import TinySpec, write_checkpoint
 
 DTYPES = ("bfloat16", "fp8_e4m3")
+SHOWN = 10
 
 
 def main() -> int:
@@ -32,7 +33,7 @@ def main() -> int:
     print(report.headline(len(requests)), flush=True)
     try:
         evidences = [gather(run_pair(dtype, model, work, args.out), requests) for dtype in args.dtypes]
-    except ServerError as error:
+    except (ServerError, OSError) as error:
         print(f"\nFAILED: {error}\nLogs are in {args.out}.", file=sys.stderr)
         return 1
     lacks: List[str] = [text for evidence in evidences for text in failures(evidence)]
@@ -40,8 +41,10 @@ def main() -> int:
     path = args.out / "report.json"
     report.write(path, evidences, lacks, seconds)
     print(f"\n{report.table(evidences)}\n")
-    for text in lacks:
+    for text in lacks[:SHOWN]:
         print(f"FAILED: {text}")
+    if len(lacks) > SHOWN:
+        print(f"FAILED: and {len(lacks) - SHOWN} more")
     verdict = "FAILED" if lacks else "PASSED: tokens are equal, and every kind of row was fetched"
     print(f"{verdict} ({seconds:.0f} s). {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
     return 1 if lacks else 0

@@ -1,8 +1,10 @@
 """Two real servers of one KV dtype, without and with offloading, given the same requests at the same time."""
 
 import contextlib
+import functools
 import json
 import os
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,9 @@ from harness.environment import child_environment
 from harness.server import Server
 
 TRACE_PLUGIN = Path(__file__).parent / "trace_plugin"
+
+REDRAW_S = 0.5 if sys.stderr.isatty() else 15
+"""A log gets few lines."""
 
 Tokens = Dict[str, List[int]]
 
@@ -44,7 +49,9 @@ def run_pair(dtype: str, model: Path, phases: List[Phase], folder: Path) -> Pair
     with contextlib.ExitStack() as stack:
         # Left last, when the servers have stopped: a thread may wait for an answer until then.
         pool = stack.enter_context(ThreadPoolExecutor(2))
-        bar = stack.enter_context(tqdm(total=total, bar_format="{desc:<28}{bar} {n}/{total} {elapsed}"))
+        bar = stack.enter_context(
+            tqdm(total=total, bar_format="{desc:<28}{bar:40} {n}/{total} {elapsed}", mininterval=REDRAW_S)
+        )
         sides = [
             stack.enter_context(_Side(name, dtype, model, folder, trace, bar))
             for name in ("off", "on")
@@ -55,8 +62,11 @@ def run_pair(dtype: str, model: Path, phases: List[Phase], folder: Path) -> Pair
         tokens: Dict[str, Tokens] = {"off": {}, "on": {}}
         for phase in phases:
             bar.set_description_str(f"{dtype}: {phase.at_once} at once")
-            for side, answers in zip(sides, _all(pool, bar, [lambda s=s: s.send(phase) for s in sides])):
-                tokens[side.name].update(answers)
+            answers = _all(pool, bar, [functools.partial(side.send, phase) for side in sides])
+            for side, answer in zip(sides, answers):
+                tokens[side.name].update(answer)
+        bar.set_description_str(f"{dtype}: stopping")
+        _all(pool, bar, [side.stop for side in sides])
         bar.set_description_str(dtype)
     seen = json.loads(trace.read_text()) if trace.exists() else None
     return PairRun(dtype, tokens["off"], tokens["on"], overlap, seen)
@@ -83,6 +93,9 @@ class _Side:
         return self
 
     def __exit__(self, *exc) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         self._server.stop()
 
     def wait_ready(self) -> None:
@@ -112,7 +125,7 @@ def _all(pool: ThreadPoolExecutor, bar: tqdm, calls) -> List[Any]:
     futures: List[Future] = [pool.submit(call) for call in calls]
     waiting = set(futures)
     while waiting:
-        done, waiting = wait(waiting, timeout=0.5)
+        done, waiting = wait(waiting, timeout=REDRAW_S)
         for future in done:
             future.result()
         bar.refresh()

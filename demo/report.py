@@ -8,21 +8,21 @@ from demo.evidence import Evidence
 from demo.workload import RING, TOP_K, WINDOW
 
 LABEL = 30
-COLUMN = 18
+COLUMN = 20
 
 
 def headline(requests: int) -> str:
     return (
-        f"{requests} requests, 1 to 16 at once, to a server without and one with\n"
-        "--enable-decode-nsa-kv-offload, overlap scheduler on, tiny DeepSeek-V3.2 on the CPU:\n"
-        f"top-k {TOP_K}, window {WINDOW} rows and a ring of {RING}."
+        f"{requests} requests, 1 to 16 at once, to a real server without and one with\n"
+        f"--enable-decode-nsa-kv-offload; tiny DeepSeek-V3.2 on the CPU, top-k {TOP_K}, window\n"
+        f"{WINDOW} rows and a ring of {RING}."
     )
 
 
 def table(evidences: List[Evidence]) -> str:
     """A column a dtype. Those without a trace show their tokens only."""
     rows: List[Tuple[str, Callable[[Evidence], str]]] = [
-        ("tokens equal", lambda e: f"{len(e.equal)} of {len(e.requests)} requests"),
+        ("tokens equal", lambda e: f"{len(e.equal)} of {len(e.requests)}"),
         ("overlap scheduler, off / on", lambda e: " / ".join(_yes(o) for o in e.overlap)),
     ]
     traced = [e for e in evidences if e.traffic is not None]
@@ -38,7 +38,7 @@ def table(evidences: List[Evidence]) -> str:
             ("bytes host to device", _traffic(lambda t: size(t.to_device_bytes))),
             ("bytes device to host", _traffic(lambda t: size(t.to_host_bytes))),
             ("device bytes a request, off", _memory(lambda m: size(m.device_off))),
-            ("device bytes a request, on", _memory(lambda m: size(m.device_on))),
+            ("device bytes a request, on", _memory(lambda m: f"{size(m.device_on)}, {m.device_off / m.device_on:.1f}x less")),
             ("host bytes a request", _memory(lambda m: size(m.host))),
             ("host pool", _memory(lambda m: size(m.host_pool))),
         ]
