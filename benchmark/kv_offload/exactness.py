@@ -46,7 +46,7 @@ def prompts(count: int, max_len: int, seed: int) -> list:
     rng = random.Random(seed)
     lengths = [1, 63, 64, 65, 2047, 2048, 2049, 4095, 4096, 4097, max_len]
     while len(lengths) < count:
-        lengths.append(int(max_len * rng.random() ** 1.5) + 1)
+        lengths.append(int(max_len * rng.random() ** 3) + 1)
     lengths = lengths[:count]
     rng.shuffle(lengths)
     return [[rng.randrange(3, 4096) for _ in range(n)] for n in lengths]

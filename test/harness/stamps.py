@@ -79,7 +79,8 @@ class Stamps:
             buffer = pool.kv_buffer[index]
             _digit_bytes(buffer)[pool.write_slots] = digits
             if buffer.element_size() == 2:  # keep the number small: 0x3c00 to 0x3c3f is about 0.008
-                buffer.view(torch.uint8)[:, 0, 1 : 2 * DIGITS : 2][pool.write_slots] = 0x3C
+                high = buffer.view(torch.uint8)[:, 0, 1 : 2 * DIGITS : 2]
+                high[pool.write_slots] = torch.full_like(digits, 0x3C)
 
         def recorded_extend(batch):
             extend(batch)

@@ -103,7 +103,7 @@ def test_twenty_prefill_batches_without_a_decode(tiny_model, overlap):
     work = offload.prompts([200 + 13 * i for i in range(20)], seed=1)
     with InprocScheduler(tiny_model, **offload.server_args(), max_running_requests=32) as engine:
         wanted = engine.run(work, 12)
-    settings = dict(max_running_requests=32, chunked_prefill_size=512, context_length=512)
+    settings = {"max_running_requests": 32, "chunked_prefill_size": 512, "context_length": 512}
     with engine_on(tiny_model, overlap, **settings) as engine:
         staging = offload.coordinator(engine).staging
         rids = []

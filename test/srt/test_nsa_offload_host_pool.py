@@ -227,13 +227,12 @@ class TestRegistration(CustomTestCase):
                 self.assertEqual(driver.live, {})
                 self.assertEqual(driver.error, 0, "the next kernel launch would find it")
 
-    def test_unregistered_when_the_interpreter_exits(self):
+    def test_unregistered_when_dropped_and_at_exit(self):
         driver = FakeDriver()
-        with mock.patch.object(host_memory.atexit, "register") as register:
-            buffer = self.pinned(driver, 4096, 4096)
-        at_exit = register.call_args.args[0]
-        self.assertEqual(at_exit, buffer.close)
-        at_exit()
+        buffer = self.pinned(driver, 4096, 4096)
+        self.assertTrue(buffer._finalizer.atexit)
+        del buffer
+        gc.collect()
         self.assertEqual(driver.live, {})
 
     def test_closed_buffer_is_collected(self):

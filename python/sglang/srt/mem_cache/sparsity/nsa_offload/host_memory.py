@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import mmap
 import weakref
@@ -66,11 +65,9 @@ class PinnedBuffer:
         self._registered: list[int] = []
         if pin:
             self._register(nbytes, chunk_bytes)
-        # The mapping outlives every view; the registration must end before the process does,
-        # or the device stays busy until the driver has cleaned up.
+        # Runs when the buffer is dropped, and at exit: a process that ends with memory still
+        # registered holds the device until the driver has cleaned up.
         self._finalizer = weakref.finalize(self, _unregister, self._registered)
-        self._finalizer.atexit = False
-        atexit.register(self.close)
 
     def _register(self, nbytes: int, chunk_bytes: int) -> None:
         cudart = torch.cuda.cudart()
@@ -96,7 +93,6 @@ class PinnedBuffer:
     def close(self) -> None:
         """Unregister; safe to call twice. The memory itself lives until its views are gone."""
         self._finalizer()
-        atexit.unregister(self.close)
 
 
 def _unregister(addresses: list[int]) -> None:

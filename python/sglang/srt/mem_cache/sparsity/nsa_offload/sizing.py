@@ -144,9 +144,13 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
         """Slots for the prefix of the one chunked prompt and for the batch beside it."""
         if args.disaggregation_mode == "decode":
             return 0
-        batch_tokens = max(args.max_prefill_tokens, args.chunked_prefill_size or 0)
         page = self._page_size
-        pages = -(-self._context_len // page) + -(-batch_tokens // page) + 2
+        chunk = args.chunked_prefill_size
+        if chunk is not None and chunk > 0:
+            pages = -(-self._context_len // page) + -(-chunk // page)
+        else:
+            pages = -(-max(self._context_len, args.max_prefill_tokens) // page)
+        pages += 2  # a partial page at each end
         if args.max_total_tokens is not None:
             pages = min(pages, args.max_total_tokens // page + 1)
         return pages * page
