@@ -57,13 +57,7 @@ class SparseCacheController:
         """
         source, target = host_slots.flatten().clamp_min(0), device_slots.flatten().clamp_min(0)
         with self._after_current(self._load_stream, source, target):
-            transfer_kv_per_layer_mla(
-                src=self._host_kv[layer],
-                dst=self._device_kv[layer],
-                src_indices=source,
-                dst_indices=target,
-                item_size=self._row_bytes,
-            )
+            self._copy_layer(self._host_kv[layer], self._device_kv[layer], source, target)
             return self._record(self._load_stream)
 
     def store_layer(
@@ -77,12 +71,8 @@ class SparseCacheController:
             host_slots: ``[n]`` int64.
         """
         with self._after_current(self._store_stream, device_slots, host_slots):
-            transfer_kv_per_layer_mla(
-                src=self._device_kv[layer],
-                dst=self._host_kv[layer],
-                src_indices=device_slots,
-                dst_indices=host_slots,
-                item_size=self._row_bytes,
+            self._copy_layer(
+                self._device_kv[layer], self._host_kv[layer], device_slots, host_slots
             )
             self._stored = self._record(self._store_stream)
         if layer == 0:
@@ -95,6 +85,8 @@ class SparseCacheController:
             device_slots: ``[n]`` int64 ring slots.
             host_slots: ``[n]`` int64.
         """
+        if not host_slots.numel():
+            return
         with self._after_current(self._store_stream, device_slots, host_slots):
             transfer_kv_all_layer_mla(
                 src_layers=self._device_ptrs,
@@ -120,6 +112,17 @@ class SparseCacheController:
         """Block until every copy to the host is done; for idle moments and CPU readers."""
         if self._stored is not None:
             self._stored.synchronize()
+
+    def _copy_layer(self, source_kv, target_kv, source_rows, target_rows) -> None:
+        # The kernel divides by the number of rows; an idle batch has none.
+        if source_rows.numel():
+            transfer_kv_per_layer_mla(
+                src=source_kv,
+                dst=target_kv,
+                src_indices=source_rows,
+                dst_indices=target_rows,
+                item_size=self._row_bytes,
+            )
 
     def _after_current(self, stream, *inputs: torch.Tensor):
         """Enter ``stream`` behind the current one; keep the inputs alive for it."""
