@@ -296,13 +296,13 @@ class TestDecode(CustomTestCase):
 
 class TestFaultsAreSeen(CustomTestCase):
     COPY_FAULTS = {
-        "layer offset lost, to the device": ("src=self._host_kv[layer],\n                dst=self._device_kv[layer]", "src=self._host_kv[0],\n                dst=self._device_kv[0]"),
-        "layer offset lost, to the host": ("dst=self._host_kv[layer]", "dst=self._host_kv[0]"),
-        "layer of the source lost": ("src=self._host_kv[layer]", "src=self._host_kv[0]"),
-        "host and device indices swapped, to the device": ("src_indices=source,\n                dst_indices=target", "src_indices=target,\n                dst_indices=source % 448"),
-        "host and device indices swapped, to the host": ("src_indices=device_slots,\n                dst_indices=host_slots", "src_indices=host_slots % 448,\n                dst_indices=device_slots"),
-        "one layer written back": ("num_layers=self._num_layers", "num_layers=1) if False else transfer_kv_per_layer_mla(src=self._device_kv[0], dst=self._host_kv[0], src_indices=device_slots, dst_indices=host_slots, item_size=self._row_bytes"),
-        "-1 copied to a real row": ("device_slots.flatten().clamp_min(0)", "device_slots.flatten().clamp_min(0) + 1"),
+        "layer offset lost, to the device": (controller, "self._host_kv[layer], self._device_kv[layer], source, target", "self._host_kv[0], self._device_kv[0], source, target"),
+        "layer offset lost, to the host": (controller, "self._device_kv[layer], self._host_kv[layer], device_slots", "self._device_kv[layer], self._host_kv[0], device_slots"),
+        "layer of the source lost": (controller, "self._host_kv[layer], self._device_kv[layer], source, target", "self._host_kv[0], self._device_kv[layer], source, target"),
+        "host and device indices swapped, to the device": (controller, "self._device_kv[layer], source, target", "self._device_kv[layer], target, source % 448"),
+        "host and device indices swapped, to the host": (controller, "self._host_kv[layer], device_slots, host_slots", "self._host_kv[layer], host_slots % 448, device_slots"),
+        "one layer written back": (controller, "num_layers=self._num_layers", "num_layers=1) if False else transfer_kv_per_layer_mla(src=self._device_kv[0], dst=self._host_kv[0], src_indices=device_slots, dst_indices=host_slots, item_size=self._row_bytes"),
+        "-1 copied to a real row": (controller, "device_slots.flatten().clamp_min(0)", "device_slots.flatten().clamp_min(0) + 1"),
     }  # fmt: skip
     STEP_FAULTS = {
         "host slots of one request for all": (adaptor, "swap.miss_positions, batch_rows, req_to_token", "swap.miss_positions, batch_rows * 0 + 1, req_to_token"),
@@ -312,14 +312,16 @@ class TestFaultsAreSeen(CustomTestCase):
         "former owner's mapping stays": (lru_cache, "self.offset_of_position[:, windows] = -1", "pass"),
         "windows one apart": (adaptor, "self._sizes.window_slots,", "1,"),
         "window area begins at the padding": (adaptor, "self._sizes.first_window_slot,", "0,"),
-        "one layer loaded": (controller, "dst=self._device_kv[layer]", "dst=self._device_kv[0]"),
+        "one layer loaded": (controller, "self._host_kv[layer], self._device_kv[layer], source", "self._host_kv[layer], self._device_kv[0], source"),
         "rows not written back": (controller, "self._module.current_stream().wait_event(self._stored)\n\n    def wait(", "self._host_kv.view(torch.uint8).fill_(0)\n\n    def wait("),
     }  # fmt: skip
 
     def test_copies(self):
-        for name, (old, new) in self.COPY_FAULTS.items():
-            with self.subTest(name), self.assertRaises(AssertionError):
-                check_copies(oracle.mutated(controller, old, new))
+        for name, (module, old, new) in self.COPY_FAULTS.items():
+            with self.subTest(name):
+                faulty = oracle.mutated(module, old, new)
+                with self.assertRaises(AssertionError):
+                    check_copies(faulty)
 
     def test_steps(self):
         for name, (module, old, new) in self.STEP_FAULTS.items():
