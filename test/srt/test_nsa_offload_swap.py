@@ -147,12 +147,12 @@ class TestCopies(CustomTestCase):
     def test_counts_each_token_once(self):
         pools = Pools(*DTYPES[0])
         self.addCleanup(pools.close)
-        pools.controller.wait_for_stores()
+        pools.controller.forward_begin()
         pools.controller.synchronize()
         for layer in range(LAYERS):
             pools.controller.store_layer(layer, slots(64, 65), slots(64, 65))
         pools.controller.write_back(slots(66), slots(66))
-        pools.controller.wait_for_stores()
+        pools.controller.forward_begin()
         self.assertEqual(pools.controller.rows_stored, 3)
 
 
@@ -245,7 +245,7 @@ class Decode:
             slots(*[self.ring_slot(w, n - 1) for w, n in zip(batch, lengths)]),
             slots(*[int(self.req_to_token[self.owner[w][1], n - 1]) for w, n in zip(batch, lengths)]),
         )
-        self.pools.controller.wait_for_stores()
+        self.pools.controller.forward_begin()
         self.lru.check_integrity()
 
     def check_rows(self, layer, batch, topk, table):
@@ -313,7 +313,7 @@ class TestFaultsAreSeen(CustomTestCase):
         "windows one apart": (adaptor, "self._sizes.window_slots,", "1,"),
         "window area begins at the padding": (adaptor, "self._sizes.first_window_slot,", "0,"),
         "one layer loaded": (controller, "self._host_kv[layer], self._device_kv[layer], source", "self._host_kv[layer], self._device_kv[0], source"),
-        "rows not written back": (controller, "self._module.current_stream().wait_event(self._stored)\n\n    def wait(", "self._host_kv.view(torch.uint8).fill_(0)\n\n    def wait("),
+        "rows not written back": (controller, "self._forward_stream.wait_event(self._stored)", "self._host_kv.view(torch.uint8).fill_(0)"),
     }  # fmt: skip
 
     def test_copies(self):

@@ -15,6 +15,8 @@ FLAG = "--enable-decode-nsa-kv-offload"
 # flashmla_kv reads fp8 rows only, flashmla_sparse bf16 rows only; other backends keep their
 # own row layout or page table.
 _BACKEND_OF_DTYPE = {"bfloat16": "flashmla_sparse", "fp8_e4m3": "flashmla_kv"}
+# A prefill node writes latent rows straight into the decode node's host pool.
+_TRANSFERS_TO_HOST_MEMORY = ("mooncake", "fake")
 
 
 class Conflict(NamedTuple):
@@ -63,10 +65,11 @@ CONFLICTS = (
         "drop --enable-lmcache",
     ),
     Conflict(
-        lambda a: a.disaggregation_decode_enable_radix_cache,
-        "--disaggregation-decode-enable-radix-cache",
-        "a matched prefix must be on the host before it can be shared",
-        "drop --disaggregation-decode-enable-radix-cache",
+        lambda a: _is_decode_node(a)
+        and a.disaggregation_transfer_backend not in _TRANSFERS_TO_HOST_MEMORY,
+        "--disaggregation-transfer-backend other than mooncake or fake",
+        "it is not known to write to the host memory of a decode node",
+        f"choose one of {_TRANSFERS_TO_HOST_MEMORY}",
     ),
     Conflict(
         lambda a: a.disaggregation_decode_enable_offload_kvcache,

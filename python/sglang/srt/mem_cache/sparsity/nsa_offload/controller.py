@@ -19,8 +19,8 @@ class SparseCacheController:
     * host to device: ``load_layer`` runs after what the forward stream has queued so far, and
       its event must be waited on before the rows are read;
     * device to host: ``store_layer`` (prefill) and ``write_back`` (decode) run after what
-      the calling stream has queued so far; ``wait_for_stores`` orders all of them before
-      whatever the current stream does next.
+      the calling stream has queued so far; ``forward_begin`` orders all of them before
+      whatever the forward stream does next.
 
     On a CPU device streams do nothing and every copy is done on return.
     """
@@ -38,6 +38,7 @@ class SparseCacheController:
         self._on_gpu = torch.device(device_pool.device).type != "cpu"
         self._load_stream = self._module.Stream()
         self._store_stream = self._module.Stream()
+        self._forward_stream = None
         self._stored: Optional[torch.Event] = None
         # Rows sent to the host; the host's own counts, so reading them costs nothing.
         self.rows_stored = 0
@@ -99,10 +100,19 @@ class SparseCacheController:
             self._stored = self._record(self._store_stream)
         self.rows_stored += host_slots.numel()
 
-    def wait_for_stores(self) -> None:
-        """Order every copy to the host issued so far before the current stream's next work."""
+    def forward_begin(self) -> None:
+        """Order every copy to the host issued so far before the forward about to be queued.
+
+        The current stream is the forward's; it is remembered for ``wait_for_forward``.
+        """
+        self._forward_stream = self._module.current_stream()
         if self._stored is not None:
-            self._module.current_stream().wait_event(self._stored)
+            self._forward_stream.wait_event(self._stored)
+
+    def wait_for_forward(self) -> None:
+        """Order the copies to the host issued next after every forward launched so far."""
+        if self._forward_stream is not None:
+            self._store_stream.wait_stream(self._forward_stream)
 
     def wait(self, event: torch.Event) -> None:
         """Order the copy behind ``event`` before the current stream's next work."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
@@ -33,16 +34,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Lease(NamedTuple):
+@dataclass
+class Lease:
     """A request row's hold on a window, from its first decode step to the row's ``free``.
 
     Attributes:
         window: the device slots.
         first_position: first position that decoding writes; earlier ones are on the host.
+        end_position: positions before it are on the host, or their copy has been issued.
     """
 
     window: Window
     first_position: int
+    end_position: int
 
 
 class NSAOffloadCoordinator(SparseCoordinator):
@@ -63,8 +67,11 @@ class NSAOffloadCoordinator(SparseCoordinator):
         req_to_token_pool: ReqToTokenPool,
         device_pool: NSAOffloadTokenToKVPool,
         host_pool: NSAKVOnlyTokenToKVPoolHost,
+        keep_finished_rows: bool = False,
     ):
         device = device_pool.device
+        # A prefix cache may hand a finished request's slots to another.
+        self._keep_finished_rows = keep_finished_rows
         self.sizes = sizes
         self.host_pool = host_pool
         self.windows = SparseSlotAllocator(sizes)
@@ -132,7 +139,9 @@ class NSAOffloadCoordinator(SparseCoordinator):
     def on_request_begin(self, req: "Req", first_position: int = 0) -> None:
         """Begin decoding a request: all positions before ``first_position`` are on the host."""
         row = req.req_pool_idx
-        self._leases[row] = Lease(self.windows.alloc_contiguous(), first_position)
+        self._leases[row] = Lease(
+            self.windows.alloc_contiguous(), first_position, first_position
+        )
         self._admitted_rows.append(row)
 
     def on_request_end(self, req: "Req") -> None:
@@ -144,9 +153,12 @@ class NSAOffloadCoordinator(SparseCoordinator):
         if row is None:
             return
         self.staging.release(row)
-        lease = self._leases.pop(row, None)
+        lease = self._leases.get(row)
         if lease is None:
             return
+        if self._keep_finished_rows and req.finished():
+            self._write_back_last_rows(row, lease, req.kv_committed_len)
+        del self._leases[row]
         self.windows.free(lease.window)
         self._released.append((row, lease.window.index))
         if row in self._admitted_rows:
@@ -167,17 +179,45 @@ class NSAOffloadCoordinator(SparseCoordinator):
         if not live:
             return
         seq_lens = batch.seq_lens_cpu.tolist()
+        leases = [self._leases[batch.reqs[i].req_pool_idx] for i in live]
         device_slots = torch.tensor(
-            [self._ring_slot(batch.reqs[i].req_pool_idx, seq_lens[i] - 1) for i in live],
+            [self._ring_slot(lease, seq_lens[i] - 1) for lease, i in zip(leases, live)],
             dtype=torch.int64,
         ).to(self.device)
         host_slots = batch.out_cache_loc
         if len(live) < len(batch.reqs):
             host_slots = host_slots[torch.tensor(live).to(self.device)]
         self.controller.write_back(device_slots, host_slots)
+        for lease, i in zip(leases, live):
+            lease.end_position = seq_lens[i]
 
-    def _ring_slot(self, row: int, position: int) -> int:
-        lease = self._leases[row]
+    def before_slots_are_reused(self) -> None:
+        """Block until no copy can write to a freed host slot; for writers outside the GPU.
+
+        Within the GPU the store stream orders a slot's old and new rows. A prefill node's
+        transfer is ordered after nothing.
+        """
+        self.controller.synchronize()
+
+    def _write_back_last_rows(self, row: int, lease: Lease, committed: int) -> None:
+        """Complete a finished request on the host, where a prefix cache keeps its slots.
+
+        The overlapped loop has launched one more forward for it, whose row is committed too:
+        the copy waits for that forward.
+        """
+        positions = range(lease.end_position, committed)
+        if not positions:
+            return
+        device_slots = torch.tensor(
+            [self._ring_slot(lease, position) for position in positions], dtype=torch.int64
+        ).to(self.device)
+        host_slots = self.req_to_token_pool.req_to_token[
+            row, lease.end_position : committed
+        ].long()
+        self.controller.wait_for_forward()
+        self.controller.write_back(device_slots, host_slots)
+
+    def _ring_slot(self, lease: Lease, position: int) -> int:
         sizes = self.sizes
         return lease.window.first_slot + sizes.lru_slots + position % sizes.ring_slots
 
@@ -246,7 +286,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         self.token_to_kv_pool.write_slots = self._write_slots[:batch_size]
 
     def _apply_pending(self) -> None:
-        self.controller.wait_for_stores()
+        self.controller.forward_begin()
         self.staging.apply_pending(self.req_to_token_pool.req_to_token)
         if self._released:
             rows, windows = torch.tensor(self._released, dtype=torch.int64).T.to(self.device)

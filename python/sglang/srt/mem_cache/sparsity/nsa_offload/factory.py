@@ -34,6 +34,7 @@ def attach_nsa_kv_offload(model_runner: "ModelRunner") -> None:
         model_runner.req_to_token_pool,
         device_pool,
         host_pool,
+        keep_finished_rows=not model_runner.server_args.disable_radix_cache,
     )
     logger.info(
         "Decode KV offloading: %d tokens, %d windows of %d slots, %d staging slots; "
