@@ -58,8 +58,9 @@ CONFLICTING = {
     "--disaggregation-mode prefill": {"disaggregation_mode": "prefill"},
     "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
     "--enable-lmcache": {"enable_lmcache": True},
-    "--disaggregation-decode-enable-radix-cache": {
-        "disaggregation_decode_enable_radix_cache": True
+    "--disaggregation-transfer-backend other than mooncake or fake": {
+        "disaggregation_mode": "decode",
+        "disaggregation_transfer_backend": "ascend",
     },
     "--disaggregation-decode-enable-offload-kvcache": {
         "disaggregation_decode_enable_offload_kvcache": True
