@@ -5,6 +5,7 @@ Environment, read once at activation:
 * ``SGL_CPU_REF_TRITON=1``: keep SGLang's own Triton kernels (allocator, pools, quantisation, index buffer) instead of the
   torch references. They then run under the Triton interpreter: about a hundred times slower, for comparisons only.
 * ``SGL_CPU_REF_NIXL=0``: leave nixl alone.
+* ``SGL_CPU_REF_SLOW_RANK=RANK:SECONDS``: delay one tensor-parallel rank, see `sgl_cpu_ref.slow_rank`.
 
 Triton kernels that are not replaced (a feature's own) run under the Triton interpreter: activation sets
 ``TRITON_INTERPRET=1`` for this process and those it starts. See `interpret_triton` for what that can reach.
@@ -41,9 +42,10 @@ def activate() -> None:
         _replace_indexer_leaves()
         _replace_attention_leaves()
         _fit_host_memory()
-        from sgl_cpu_ref import hisparse
+        from sgl_cpu_ref import hisparse, slow_rank
 
         hisparse.enable_on_cpu()
+        slow_rank.install()
         if os.environ.get("SGL_CPU_REF_NIXL", "1") == "1":
             from sgl_cpu_ref import nixl_dram
 
