@@ -113,6 +113,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         # Device state, changed on the forward stream only.
         rows = req_to_token_pool.req_to_token.shape[0]
         self._window_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        self._max_batch = 0
         self.reserve_batch(rows)
 
     # ---- scheduler side -------------------------------------------------------------
@@ -168,13 +169,13 @@ class NSAOffloadCoordinator(SparseCoordinator):
         """Write a finished decode step's new rows to the host, all layers.
 
         Called from the output processor, which has waited for the step. A request that ended
-        or was retracted meanwhile has no slots any more: its rows are skipped. The rows stay
-        in the ring until a later ``forward_begin`` has waited for the copy.
+        or was retracted meanwhile has no slots any more, and no lease: its row is skipped. The
+        rows stay in the ring until a later ``forward_begin`` has waited for the copy.
         """
         live = [
             i
             for i, req in enumerate(batch.reqs)
-            if not (req.finished() or req.is_retracted)
+            if not (req.finished() or req.is_retracted) and req.req_pool_idx in self._leases
         ]
         if not live:
             return
@@ -224,7 +225,11 @@ class NSAOffloadCoordinator(SparseCoordinator):
     # ---- forward --------------------------------------------------------------------
 
     def reserve_batch(self, max_batch: int) -> None:
-        """Size the per-batch inputs of decode; CUDA graphs read them, so call it before capture."""
+        """Make room for a decode batch; CUDA graphs read these inputs, so call it before capture.
+
+        Never shrinks: an eager batch may be larger than the largest captured one.
+        """
+        self._max_batch = max_batch = max(max_batch, self._max_batch)
         self._batch_windows = torch.full(
             (max_batch,), -1, dtype=torch.int32, device=self.device
         )

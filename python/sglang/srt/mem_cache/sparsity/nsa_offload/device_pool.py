@@ -72,7 +72,7 @@ class NSAOffloadTokenToKVPool(NSATokenToKVPool):
         host_slots = indices.cpu().long()
         pages = indices[:: self.page_size].long() // self.page_size
         return {
-            "kv": self.host_pool.kv_buffer[:, host_slots].clone(),
+            "kv": self.host_pool.kv_buffer[:, host_slots],
             "index_k": [layer[pages].cpu() for layer in self.index_k_with_scale_buffer],
         }
 
