@@ -1,0 +1,99 @@
+"""An SGLang plugin for the servers of a pair: writes down where latent rows and index keys were sent.
+
+Loaded where `install` has put its entry point on the path and ``PD_RECORD`` names a folder. On one machine all memory is
+alike, so equal tokens alone do not show that a transfer went to the right kind of memory; the addresses do. Servers load a
+copy, which imports nothing of the harness: a stock server's path must not get the patched tree.
+"""
+
+import functools
+import importlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Dict, List
+
+ENTRY_POINTS = "[sglang.srt.plugins]\npd_recorder = pd_recorder:activate\n"
+METADATA = "Metadata-Version: 2.1\nName: pd-recorder\nVersion: 0\n"
+
+
+def install(folder: Path) -> Dict[str, str]:
+    """Prepare a folder for records; returns the environment of the servers, ``PYTHONPATH`` holding what to add to it."""
+    info = folder / "pd_recorder-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(METADATA)
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    shutil.copy(__file__, folder / "pd_recorder.py")
+    return {"PD_RECORD": str(folder), "SGL_CPU_REF_NIXL_RECORD": str(folder), "PYTHONPATH": str(folder)}
+
+
+def read(folder: Path, name: str) -> List[Dict[str, Any]]:
+    """Records of one kind, in the order written: "sent" (by the prefill node) or "places" (of the decode node)."""
+    path = Path(folder) / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def activate() -> None:
+    """Entry point, called in the launcher and in each scheduler process."""
+    if "PD_RECORD" not in os.environ:
+        return
+    for backend, manager in (("mooncake", "MooncakeKVManager"), ("nixl", "NixlKVManager")):
+        try:
+            module = importlib.import_module(f"sglang.srt.disaggregation.{backend}.conn")
+        except ImportError:
+            continue
+        _record_sent(getattr(module, manager))
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+    _record_places(DecodePreallocQueue)
+
+
+def _write(name: str, record: Dict[str, Any]) -> None:
+    with open(Path(os.environ["PD_RECORD"]) / f"{name}.jsonl", "a") as out:
+        out.write(json.dumps(record) + "\n")
+
+
+def _record_sent(manager) -> None:
+    send = manager._send_kvcache_generic
+
+    @functools.wraps(send)
+    def recorded(self, **call):
+        source, target = call["prefill_data_indices"], call["dst_data_indices"]
+        _write(
+            "sent",
+            {
+                "latent": list(call["src_data_ptrs"]) == list(self.kv_args.kv_data_ptrs),
+                "pointers": [int(p) for p in call["dst_data_ptrs"]],
+                "page_bytes": [int(n) for n in call["item_lens"]],
+                "prefill_pages": [int(i) for i in source],
+                "decode_pages": [int(i) for i in target],
+            },
+        )
+        return send(self, **call)
+
+    manager._send_kvcache_generic = recorded
+
+
+def _record_places(queue) -> None:
+    build = queue._init_kv_manager
+
+    @functools.wraps(build)
+    def recorded(self):
+        pool = self.token_to_kv_pool
+        host = getattr(pool, "host_pool", None)
+        _write(
+            "places",
+            {
+                "host": _ranges(host.kv_buffer) if host is not None else [],
+                "windows": _ranges(pool.kv_buffer),
+                "index_keys": _ranges(pool.index_k_with_scale_buffer),
+            },
+        )
+        return build(self)
+
+    queue._init_kv_manager = recorded
+
+
+def _ranges(layers) -> List[List[int]]:
+    """First address and bytes of each layer."""
+    return [[layer.data_ptr(), layer.nbytes] for layer in layers]

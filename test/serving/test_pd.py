@@ -1,0 +1,264 @@
+"""A decode node with offloading behind a prefill node of stock SGLang, over mooncake on loopback.
+
+Tokens are compared with one colocated server without the flag. ``PD_REQUESTS`` sets how many requests the long test sends.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from harness import offload, pd, pd_recorder
+from harness.scheduler import InprocScheduler
+from harness.server import ServerError
+
+pytestmark = pytest.mark.skipif(pd.missing("mooncake") is not None, reason=str(pd.missing("mooncake")))
+
+REQUESTS = int(os.environ.get("PD_REQUESTS", "40"))
+NEW_TOKENS = 24
+EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 700)  # pages of 64, a window of 128
+DECODE_TOKENS = 5056
+
+
+def mixed_prompts(count, seed=0):
+    """Prompts of the edge lengths, then of random lengths up to five windows."""
+    rng = random.Random(seed)
+    lengths = [*EDGES, *(rng.randrange(1, 5 * offload.WINDOW) for _ in range(count))][:count]
+    return offload.prompts(lengths, seed)
+
+
+def command_line(kv_cache_dtype):
+    args = offload.server_args(kv_cache_dtype)
+    return ["--kv-cache-dtype", kv_cache_dtype, "--nsa-decode-backend", args["nsa_decode_backend"]]
+
+
+def offload_command_line():
+    config = offload.offload_args()["decode_nsa_kv_offload_config"]
+    return ["--enable-decode-nsa-kv-offload", "--decode-nsa-kv-offload-config", config]
+
+
+def start(tiny_model, folder, kv_cache_dtype, *decode_args, backend="mooncake", **more):
+    return pd.Pair(
+        tiny_model,
+        folder,
+        backend,
+        args=command_line(kv_cache_dtype),
+        # Chunks are sent as they are computed, so a long prompt takes several transfers.
+        prefill_args=["--disable-radix-cache", "--chunked-prefill-size", "256"],
+        decode_args=[*offload_command_line(), *decode_args],
+        env={**pd_recorder.install(folder / "record"), "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1"},
+        **more,
+    )
+
+
+def colocated(tiny_model, kv_cache_dtype, prompts, n=NEW_TOKENS):
+    """Tokens of one scheduler without the flag and without a prefix cache."""
+    with InprocScheduler(tiny_model, **offload.server_args(kv_cache_dtype)) as engine:
+        return engine.run(prompts, n)
+
+
+def tokens(answers):
+    return [answer["output_ids"] for answer in answers]
+
+
+def assert_idle(pair):
+    """Both nodes answer, and the decode node's idle checks, which end the server at a leak, have run."""
+    time.sleep(1)
+    assert pair.decode.healthy(), pair.decode.log_tail()
+    assert pair.decode.process.poll() is None
+
+
+# -- prefix cache off ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    with start(tiny_model, folder, "bfloat16") as pair:
+        pair.folder = folder
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return mixed_prompts(REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model, prompts):
+    return colocated(tiny_model, "bfloat16", prompts)
+
+
+def test_prefill_node_is_stock(pair):
+    assert "enable_decode_nsa_kv_offload" not in json.loads(pair.prefill.get("/server_info"))
+    assert json.loads(pair.decode.get("/server_info"))["enable_decode_nsa_kv_offload"] is True
+
+
+def test_tokens_equal_those_of_a_colocated_server(pair, prompts, expected):
+    with ThreadPoolExecutor(1) as pool:
+        # Holds its pages on the decode node only, so page ids of later requests differ between the nodes.
+        long = pool.submit(pair.generate, prompts[10], 200)
+        start_s = time.perf_counter()
+        answers = pair.generate_all(prompts, NEW_TOKENS)
+        print(f"{len(prompts)} requests in {time.perf_counter() - start_s:.1f} s")
+        assert long.result()["output_ids"][:NEW_TOKENS] == expected[10]
+    equal = [a == b for a, b in zip(tokens(answers), expected)]
+    print(f"{sum(equal)} of {len(equal)} equal")
+    assert all(equal), [i for i, same in enumerate(equal) if not same]
+    assert_idle(pair)
+
+
+def test_rows_went_to_host_memory_and_index_keys_to_the_device(pair):
+    """After the requests of the test before."""
+    record = pair.folder / "record"
+    (places,) = pd_recorder.read(record, "places")
+    sent = pd_recorder.read(record, "sent")
+    assert len(sent) >= 2 * REQUESTS
+    for transfer in sent:
+        kind = "host" if transfer["latent"] else "index_keys"
+        assert transfer["pointers"] == [first for first, _ in places[kind]]
+        last_page = max(transfer["decode_pages"])
+        for (_, size), page_bytes in zip(places[kind], transfer["page_bytes"]):
+            assert (last_page + 1) * page_bytes <= size
+    latent = [transfer for transfer in sent if transfer["latent"]]
+    apart = [t for t in latent if not set(t["prefill_pages"]) & set(t["decode_pages"])]
+    print(f"{len(apart)} of {len(latent)} transfers between pages that have no number in common")
+    assert 2 * len(apart) > len(latent)
+
+
+def test_a_router_in_front(pair, tmp_path, prompts, expected):
+    pytest.importorskip("sglang_router", reason="sglang-router is not installed")
+    with pd.Router(pair, tmp_path / "router.log") as router:
+        answers = router.generate_all(prompts[:8], NEW_TOKENS)
+    assert tokens(answers) == expected[:8]
+    assert_idle(pair)
+
+
+def abort(server, rid):
+    server.post("/abort_request", {"rid": rid})
+
+
+def outcome(call, *args, **body):
+    """A request's tokens, or None where it was aborted or failed."""
+    try:
+        answer = call(*args, **body)
+    except (ServerError, OSError):
+        return None
+    return None if answer["meta_info"]["finish_reason"]["type"] == "abort" else answer["output_ids"]
+
+
+def test_abort_before_the_prefill_node_knows_the_request(pair, prompts, expected):
+    with ThreadPoolExecutor(1) as pool:
+        half = pool.submit(outcome, pair.decode.generate, prompts[5], NEW_TOKENS, rid="half", **pair.place())
+        time.sleep(1)
+        abort(pair.decode, "half")
+        assert half.result(timeout=30) is None
+    assert tokens(pair.generate_all(prompts[:4], NEW_TOKENS)) == expected[:4]
+    assert_idle(pair)
+
+
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_aborts_at_any_time_leave_the_others_alone(pair, prompts, expected, mode):
+    chosen = list(range(8, 24))
+    rng = random.Random(mode)
+    victims = {i for i in chosen if rng.random() < 0.5}
+    with ThreadPoolExecutor(16) as pool:
+        running = {i: pool.submit(outcome, pair.generate, prompts[i], NEW_TOKENS, rid=f"{mode}-{i}") for i in chosen}
+        for i in sorted(victims):
+            time.sleep(rng.random() / 4)
+            abort(getattr(pair, mode), f"{mode}-{i}")
+        results = {i: future.result() for i, future in running.items()}
+    print("aborted:", sum(results[i] is None for i in victims), "of", len(victims))
+    for i in chosen:
+        assert results[i] == expected[i] or (i in victims and results[i] is None), i
+    assert_idle(pair)
+
+
+def test_prefill_node_killed_in_a_transfer(pair, prompts, expected):
+    """Last of this pair's tests: the node is replaced."""
+    record = pair.folder / "record"
+
+    def wait_for_transfers(count):
+        before = len(pd_recorder.read(record, "sent"))
+        while len(pd_recorder.read(record, "sent")) < before + count:
+            time.sleep(0.02)
+
+    with ThreadPoolExecutor(16) as pool:
+        decoding = [pool.submit(pair.generate, prompts[i], 300) for i in range(4)]
+        wait_for_transfers(8)  # latent rows and index keys of each
+        time.sleep(2)
+        caught = [pool.submit(outcome, pair.generate, ids, 4) for ids in offload.prompts([1900] * 4, seed=9)]
+        wait_for_transfers(2)
+        os.killpg(pair.prefill.process.pid, signal.SIGKILL)
+        results = [future.result(timeout=120) for future in caught]
+        print("failed:", sum(tokens is None for tokens in results), "of", len(results))
+        assert None in results
+        assert [future.result()["output_ids"][:NEW_TOKENS] for future in decoding] == expected[:4]
+    assert_idle(pair)
+    pair.restart_prefill()
+    assert tokens(pair.generate_all(prompts[:16], NEW_TOKENS)) == expected[:16]
+    assert_idle(pair)
+
+
+# -- prefix cache on the decode node -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def caching_pair(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("caching")
+    with start(tiny_model, folder, "fp8_e4m3", "--disaggregation-decode-enable-radix-cache") as pair:
+        yield pair
+
+
+def test_prefixes_on_the_decode_node_are_reused(tiny_model, caching_pair):
+    """Shared prefixes, repeated prompts, and turns that continue an earlier answer."""
+    pair = caching_pair
+    system = offload.prompts([300], seed=1)[0]
+    first = [system + tail for tail in offload.prompts([1, 40, 64, 150, 200, 333, 20, 64], seed=2)]
+    first += offload.prompts([64, 128, 129, 400], seed=3)
+    answers = pair.generate_all(first, NEW_TOKENS)
+    prompts, outputs = list(first), tokens(answers)
+
+    def turn(asked, n=NEW_TOKENS):
+        answers = pair.generate_all(asked, n)
+        prompts.extend(asked)
+        outputs.extend(tokens(answers))
+        return [answer["meta_info"]["cached_tokens"] for answer in answers]
+
+    repeated = turn(first)
+    assert all(cached > 0 for cached, ids in zip(repeated, first) if len(ids) > 64), repeated
+    second = [ids + out + more for ids, out, more in zip(first, outputs, offload.prompts([9, 60, 128] * 4, seed=4))]
+    continued = turn(second, 100)
+    # Rows that decoding wrote are in the prefix: more than the prompt of the first turn is cached for some.
+    assert any(cached > len(ids) for cached, ids in zip(continued, first)), continued
+    third = [ids + out + more for ids, out, more in zip(second, outputs[-12:], offload.prompts([30] * 12, seed=5))]
+    deeper = turn(third)
+    assert any(cached > len(ids) for cached, ids in zip(deeper, second)), deeper
+    print("cached tokens:", sum(repeated), sum(continued), sum(deeper))
+    expected = [out[: len(got)] for out, got in zip(colocated(tiny_model, "fp8_e4m3", prompts, 100), outputs)]
+    equal = [a == b for a, b in zip(outputs, expected)]
+    print(f"{sum(equal)} of {len(equal)} equal")
+    assert all(equal), [i for i, same in enumerate(equal) if not same]
+    assert_idle(pair)
+    pair.decode.flush()
+    assert_idle(pair)
+
+
+# -- retraction ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("radix", [False, True], ids=["plain", "radix"])
+def test_retracted_requests_continue_with_the_same_tokens(tiny_model, tmp_path, radix):
+    more = ["--disaggregation-decode-enable-radix-cache"] if radix else []
+    tight = ["--max-total-tokens", str(DECODE_TOKENS), "--num-reserved-decode-tokens", "64"]
+    prompts = offload.prompts([250 + 10 * i for i in range(12)], seed=6)
+    with start(tiny_model, tmp_path, "bfloat16", *tight, *more) as pair:
+        answers = pair.generate_all(prompts, 250)
+        retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
+        print("retractions:", retractions)
+        assert retractions > 0
+        assert_idle(pair)
+    assert tokens(answers) == colocated(tiny_model, "bfloat16", prompts, 250)
