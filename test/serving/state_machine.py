@@ -1,0 +1,437 @@
+"""Random lives of requests on the real scheduler: rules that do what clients and operators do, invariants after each.
+
+A `Lab` keeps one engine over many examples; an example ends by draining it and checking that nothing is left. Pools are tiny,
+so that decoding retracts and windows and staging pages pass from request to request all the time.
+"""
+
+import functools
+import time
+from collections import Counter
+from contextlib import ExitStack
+from typing import Callable, Dict, List, Optional, Sequence
+from unittest import mock
+
+import hypothesis
+from harness import offload
+from harness.scheduler import InprocScheduler, SchedulerError
+from harness.stamps import Stamps
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+PROMPTS = offload.prompts((1, 5, 64, 129, 300, 450), seed=11)
+MAX_NEW_TOKENS = 100
+MAX_UNFINISHED = 10
+STATES = ("unreceived", "waiting", "between chunks", "running", "retracted", "finished", "any")
+AFTER = st.integers(0, 8)  # rounds of the event loop before a rule acts
+ENGINE = {
+    "max_total_tokens": 1024,
+    "max_running_requests": 4,
+    "chunked_prefill_size": 128,
+    "schedule_conservativeness": 0.1,  # admit too many, so that decode runs out of memory
+}
+
+
+def reference_tokens(model: str, dtype: str = "bfloat16") -> List[List[int]]:
+    """Tokens of every prompt without offloading, alone in a large pool; shorter requests get a prefix of them."""
+    with InprocScheduler(model, **offload.server_args(dtype)) as engine:
+        return engine.run(PROMPTS, MAX_NEW_TOKENS)
+
+
+class Lab:
+    """One engine under test, rebuilt after a failure, and what has been done to it.
+
+    Args:
+        model: checkpoint folder.
+        overlap: which event loop.
+        expected: tokens of `PROMPTS`; None stamps the rows and checks bytes instead of tokens.
+        budget: rounds of the event loop after which rules do nothing more.
+        fault: plants a fault until the stack it is given closes.
+        offloading: False runs the same lives without the feature, to tell its faults from the base's.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        overlap: bool,
+        expected: Optional[Sequence[Sequence[int]]],
+        budget: int,
+        dtype: str = "bfloat16",
+        fault: Optional[Callable[[ExitStack], None]] = None,
+        offloading: bool = True,
+    ) -> None:
+        self.expected, self.budget, self.offloading = expected, budget, offloading
+        self.counts: Counter = Counter()
+        self.first_error: Optional[BaseException] = None
+        self.seconds = 0.0
+        self._model, self._overlap, self._dtype, self._fault = model, overlap, dtype, fault
+        self._stack: Optional[ExitStack] = None
+        self._past_steps = 0
+        self.engine: Optional[InprocScheduler] = None
+        self.stamps: Optional[Stamps] = None
+
+    def __enter__(self) -> "Lab":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    @property
+    def steps(self) -> int:
+        """Rounds of the event loop so far, over all engines."""
+        return self._past_steps + (self.engine.steps if self.engine else 0)
+
+    @property
+    def spent(self) -> bool:
+        return self.steps >= self.budget or (self.first_error is not None and self._fault is not None)
+
+    def open(self) -> None:
+        """Build the engine where there is none."""
+        if self.engine is not None:
+            return
+        self._stack = ExitStack()
+        if self.expected is None:
+            self.stamps = self._stack.enter_context(Stamps())
+        self._count_calls()
+        if self._fault:
+            self._fault(self._stack)
+        more = offload.offload_args() if self.offloading else {}
+        engine = InprocScheduler(
+            self._model, overlap=self._overlap, **offload.server_args(self._dtype), **more, **ENGINE
+        )
+        self.engine = self._stack.enter_context(engine)
+        self.engine.step()
+
+    def close(self) -> None:
+        """Free the engine; idempotent."""
+        if self.engine is None:
+            return
+        if self.offloading:
+            hits, ring_hits, misses = offload.coordinator(self.engine).lru.counters.sum(0).tolist()
+            self.counts.update(lru_hits=hits, ring_hits=ring_hits, misses=misses)
+        self._past_steps, self.engine = self.steps, None
+        self._stack.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Note an error; the engine may be left in any state, so the next example gets a new one."""
+        self.first_error = self.first_error or error
+        self.close()
+
+    def check_rows(self) -> None:
+        if self.stamps is not None:
+            self.counts["rows_checked"] += sum(self.stamps.check(self.engine))
+
+    def _count_calls(self) -> None:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
+
+        release, post, counts = ScheduleBatch.release_req, LRUCacheState.lru_post_process, self.counts
+
+        def release_req(batch, *args, **kwargs):
+            counts["retractions"] += 1
+            return release(batch, *args, **kwargs)
+
+        def lru_post_process(lru, layer, windows, swap):
+            for window, victims in zip(windows.tolist(), swap.victim_offsets):
+                if window >= 0:
+                    held = lru.position_at_offset[layer, window, victims[victims >= 0].long()]
+                    counts["evictions"] += int((held >= 0).sum())
+            post(lru, layer, windows, swap)
+
+        self._stack.enter_context(mock.patch.object(ScheduleBatch, "release_req", release_req))
+        self._stack.enter_context(mock.patch.object(LRUCacheState, "lru_post_process", lru_post_process))
+
+
+def watched(method):
+    """Count a rule, skip it where the lab's budget is spent, and note its failure."""
+
+    @functools.wraps(method)
+    def run(self, **choices):
+        if self.lab.spent or self.failed:
+            return
+        self.lab.counts[f"rule {method.__name__}"] += 1
+        try:
+            method(self, **choices)
+        except BaseException as error:
+            self.failed = True
+            self.lab.fail(error)
+            raise
+
+    return run
+
+
+class OffloadMachine(RuleBasedStateMachine):
+    """Rules over ``lab``, which a subclass sets."""
+
+    lab: Lab
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = False
+        self.prompt_of: Dict[str, int] = {}
+        self.length_of: Dict[str, int] = {}
+        self.aborted: set = set()
+        if not self.lab.spent:
+            self.lab.open()
+
+    @property
+    def engine(self) -> InprocScheduler:
+        return self.lab.engine
+
+    @property
+    def paused(self) -> bool:
+        return self.engine is not None and self.engine.scheduler._engine_paused
+
+    def running(self) -> List:
+        batch = self.engine.scheduler.running_batch
+        return [] if batch is None else [req for req in batch.reqs if not req.finished()]
+
+    # -- rules ---------------------------------------------------------------------------------------------------------
+
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), n=st.integers(1, MAX_NEW_TOKENS))
+    @watched
+    def submit(self, prompt, n):
+        self._submit(prompt, n)
+
+    @rule(prompts=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=3, max_size=6))
+    @watched
+    def submit_many(self, prompts):
+        for prompt in prompts:
+            self._submit(prompt, MAX_NEW_TOKENS)
+
+    @rule(n=st.integers(1, 4))
+    @watched
+    def step(self, n):
+        self._step(n)
+
+    @rule(n=st.integers(4, 30))
+    @watched
+    def step_on(self, n):
+        self._step(n)
+
+    @rule(choice=st.integers(0, 1 << 16), state=st.sampled_from(STATES), after=AFTER)
+    @watched
+    def abort(self, choice, state, after):
+        self._step(after)
+        rids = [rid for rid in list(self.prompt_of)[-30:] if state in ("any", self._state(rid))]
+        if rids:
+            self._abort(rids[choice % len(rids)])
+
+    @rule(after=st.integers(0, 3))
+    @watched
+    def abort_between_chunks(self, after):
+        if self.paused:
+            return
+        self._submit(len(PROMPTS) - 1, MAX_NEW_TOKENS)
+        for _ in range(12):
+            if self.engine.scheduler.chunked_req is not None:
+                self._abort(self.engine.scheduler.chunked_req.rid)
+                break
+            self._step(1)
+        self._step(after)
+
+    @rule(rarely=st.integers(0, 3), after=AFTER)
+    @watched
+    def abort_all(self, rarely, after):
+        self._step(after)
+        if rarely < 3:
+            return  # or nothing grows old
+        self.aborted.update(self.engine.unfinished())
+        self.engine.abort(all_requests=True)
+        self.lab.counts["aborted: all"] += 1
+
+    @rule(after=AFTER)
+    @watched
+    def retract(self, after):
+        self._step(after)
+        if self.paused or len(self.running()) < 2:
+            return
+        try:
+            self.engine.retract(1, max_steps=8)
+        except SchedulerError:  # meanwhile fewer than two ran
+            self.lab.counts["retract came too late"] += 1
+        self.lab.check_rows()
+
+    @rule(mode=st.sampled_from(["retract", "in_place"]), after=AFTER)
+    @watched
+    def pause(self, mode, after):
+        self._step(after)
+        self.engine.pause(mode)
+
+    @precondition(lambda self: self.paused)
+    @rule()
+    @watched
+    def resume(self):
+        self.engine.resume()
+
+    @rule(keep=st.sampled_from([64, 128, 256]), after=AFTER)
+    @watched
+    def pressure(self, keep, after):
+        """Occupy most of the pool for a while, in which no request may finish: an idle scheduler would report a leak."""
+        self._step(after)
+        running = self.running()
+        calm = not (self.paused or self.engine._inbox or self.engine.scheduler.chunked_req)
+        if not calm or len(running) < 2 or any(req.to_finish for req in running):
+            return
+        left = min(self.length_of[req.rid] - len(req.output_ids) for req in running) - 4
+        if left < 1:
+            return
+        with self.engine.shrunk(keep):
+            self._step(min(left, 24))
+
+    @rule()
+    @watched
+    def flush_now(self):
+        """Refused while there is work, harmless always."""
+        from sglang.srt.managers.io_struct import FlushCacheReqInput, FlushCacheReqOutput
+
+        self.engine.control(FlushCacheReqInput())
+        self.engine.step()
+        answer = [r for r in self.engine.replies if isinstance(r, FlushCacheReqOutput)][-1]
+        if answer.success:
+            assert not self.engine.unfinished(), "flushed over unfinished requests"
+            self.lab.counts["flushed"] += 1
+
+    @rule()
+    @watched
+    def drain_and_flush(self):
+        if len(self.engine.unfinished()) <= 1 and not self.paused:
+            self._settle()
+            assert self.engine.flush()
+            self.lab.counts["flushed"] += 1
+
+    @rule()
+    @watched
+    def health_check(self):
+        rid = self.engine.health_check()
+        self.engine.step()
+        if rid in self.engine.finished:
+            return
+        try:
+            self.engine.request(rid)
+        except KeyError:  # a busy scheduler drops it
+            if not self.paused:
+                del self.engine.outputs[rid]
+            else:
+                self._forget_dropped()
+
+    # -- invariants ----------------------------------------------------------------------------------------------------
+
+    @invariant()
+    @watched
+    def windows_add_up(self):
+        if not self.lab.offloading:
+            return
+        coordinator = offload.coordinator(self.engine)
+        owned = [lease.window.index for lease in coordinator._leases.values()]
+        assert len(set(owned)) == len(owned), "a window has two owners"
+        assert coordinator.windows.num_free + len(owned) == coordinator.windows.num_windows
+
+    @invariant()
+    @watched
+    def tokens_so_far_are_right(self):
+        if self.lab.expected is None:
+            return
+        for rid, prompt in self.prompt_of.items():
+            tokens = self.engine.outputs[rid]
+            assert tokens == self.lab.expected[prompt][: len(tokens)], f"{rid}: wrong tokens"
+
+    def teardown(self):
+        if self.lab.engine is None or self.failed:
+            return
+        self.lab.counts["examples"] += 1
+        try:
+            self._settle()
+            self._check_ended()
+            if self.lab.offloading:
+                offload.check_idle(self.engine)
+            else:
+                self.engine.idle_checks()
+        except BaseException as error:
+            self.failed = True
+            self.lab.fail(error)
+            raise
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _submit(self, prompt: int, n: int) -> None:
+        if len(self.engine.unfinished()) >= MAX_UNFINISHED:
+            return
+        self.lab.counts["requests"] += 1
+        # An abort matches the beginnings of rids: equal lengths keep it to one.
+        rid = f"q{self.lab.counts['requests']:07d}"
+        self.engine.submit(PROMPTS[prompt], n, rid=rid)
+        self.prompt_of[rid], self.length_of[rid] = prompt, n
+
+    def _step(self, n: int) -> None:
+        for _ in range(n):
+            self.engine.step()
+            self.lab.check_rows()
+
+    def _abort(self, rid: str) -> None:
+        self.lab.counts[f"aborted: {self._state(rid)}"] += 1
+        self.aborted.add(rid)
+        self.engine.abort(rid)
+
+    def _state(self, rid: str) -> str:
+        scheduler = self.engine.scheduler
+        if rid in self.engine.finished:
+            return "finished"
+        if scheduler.chunked_req is not None and scheduler.chunked_req.rid == rid:
+            return "between chunks"
+        for req in scheduler.waiting_queue:
+            if req.rid == rid:
+                return "retracted" if req.retraction_count else "waiting"
+        try:
+            self.engine.request(rid)
+        except KeyError:
+            return "unreceived"
+        return "running"
+
+    def _forget_dropped(self) -> None:
+        """Health checks that a busy or paused scheduler dropped never end."""
+        scheduler = self.engine.scheduler
+        for rid in self.engine.unfinished():
+            waits = any(req.rid == rid for req in scheduler.waiting_queue)
+            if rid not in self.prompt_of and not waits:
+                del self.engine.outputs[rid]
+
+    def _settle(self) -> None:
+        if self.paused:
+            self.engine.resume()
+        self.engine.drain()
+
+    def _check_ended(self) -> None:
+        for rid, prompt in self.prompt_of.items():
+            tokens, end = self.engine.outputs[rid], self.engine.finished[rid]["type"]
+            if self.lab.expected is not None:
+                assert tokens == self.lab.expected[prompt][: len(tokens)], f"{rid}: wrong tokens"
+            if rid not in self.aborted:
+                assert end == "length", f"{rid} ended by {self.engine.finished[rid]}"
+                assert len(tokens) == self.length_of[rid], f"{rid} has {len(tokens)} of {self.length_of[rid]} tokens"
+
+
+def live(lab: Lab, seed: int = 0, rules: int = 50) -> None:
+    """Run examples until the lab's budget is spent; raises what the rules and invariants raise.
+
+    The same seed and budget give the same lives. Failing examples are reported as found, not shrunk: each attempt would
+    need a new engine.
+    """
+    begin = time.monotonic()
+    machine = type("Machine", (OffloadMachine,), {"lab": lab})
+    try:
+        while not lab.spent:
+            hypothesis.seed(seed)(machine)
+            seed += 1
+            options = settings(
+                max_examples=10,
+                stateful_step_count=rules,
+                deadline=None,
+                database=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            run_state_machine_as_test(machine, settings=options)
+    finally:
+        lab.close()
+        lab.seconds = round(time.monotonic() - begin, 1)

@@ -1,0 +1,130 @@
+"""Random lives of requests: nothing raises, leaks, hangs or answers wrongly, and planted lifecycle faults do show.
+
+    STATE_MACHINE_STEPS=10000 STATE_MACHINE_OUT=benchmark/kv_offload/results/cpu/state_machine.json \\
+        python -m pytest test/serving/test_state_machine.py -k lives
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from serving import state_machine
+from serving.state_machine import Lab, live
+from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
+from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
+from sglang.srt.mem_cache.sparsity.nsa_offload.staging import PrefillStaging
+
+STEPS = int(os.environ.get("STATE_MACHINE_STEPS", "320"))
+SEED = int(os.environ.get("STATE_MACHINE_SEED", "1"))
+OUT = os.environ.get("STATE_MACHINE_OUT")
+FAULT_STEPS = 600
+
+# Loop, what is compared, KV dtype.
+VARIANTS = [
+    ("normal", "tokens", "bfloat16"),
+    ("overlap", "tokens", "bfloat16"),
+    ("normal", "bytes", "bfloat16"),
+    ("overlap", "bytes", "fp8_e4m3"),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model):
+    return state_machine.reference_tokens(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def figures():
+    """Figures by variant; written to STATE_MACHINE_OUT at the end."""
+    found = {}
+    yield found
+    if OUT:
+        total = {"seed": SEED, "steps": sum(f["steps"] for f in found.values()), "variants": found}
+        Path(OUT).parent.mkdir(parents=True, exist_ok=True)
+        Path(OUT).write_text(json.dumps(total, indent=1) + "\n")
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("variant", VARIANTS, ids="-".join)
+def test_lives(tiny_model, expected, figures, variant):
+    loop, compared, dtype = variant
+    lab = Lab(tiny_model, loop == "overlap", expected if compared == "tokens" else None, STEPS // len(VARIANTS), dtype)
+    with lab:
+        live(lab, SEED)
+    counts = dict(sorted(lab.counts.items()))
+    figures["-".join(variant)] = {"steps": lab.steps, "seconds": lab.seconds, **counts}
+    assert counts["requests"] and counts["evictions"]
+    assert compared == "tokens" or counts["rows_checked"]
+
+
+def on_request_end_is_skipped(stack):
+    stack.enter_context(mock.patch.object(NSAOffloadCoordinator, "on_request_end", lambda *a: None))
+
+
+def windows_are_not_reset(stack):
+    stack.enter_context(mock.patch.object(LRUCacheState, "reset_windows", lambda *a: None))
+
+
+def staging_is_not_released(stack):
+    stack.enter_context(mock.patch.object(PrefillStaging, "release", lambda *a: None))
+
+
+def admissions_are_not_applied(stack):
+    apply = NSAOffloadCoordinator._apply_pending
+
+    def faulty(self):
+        self._admitted_rows = []
+        apply(self)
+
+    stack.enter_context(mock.patch.object(NSAOffloadCoordinator, "_apply_pending", faulty))
+
+
+def rows_of_ended_requests_are_written_back(stack):
+    begin = NSAOffloadCoordinator.on_request_begin
+
+    def remembering(self, req, first_position=0):
+        begin(self, req, first_position)
+        req.last_lease = self._leases[req.req_pool_idx]
+
+    def faulty(self, batch):
+        seq_lens = batch.seq_lens_cpu.tolist()
+        slots = [self._ring_slot(req.last_lease, n - 1) for req, n in zip(batch.reqs, seq_lens)]
+        self.controller.write_back(batch.out_cache_loc.new_tensor(slots), batch.out_cache_loc)
+
+    stack.enter_context(mock.patch.object(NSAOffloadCoordinator, "on_request_begin", remembering))
+    stack.enter_context(mock.patch.object(NSAOffloadCoordinator, "forward_end", faulty))
+
+
+def releases_come_after_admissions(stack):
+    """A window passed on within one step loses its new owner."""
+    apply = NSAOffloadCoordinator._apply_pending
+
+    def faulty(self):
+        released, self._released = self._released, []
+        apply(self)
+        self._released = released
+        apply(self)
+
+    stack.enter_context(mock.patch.object(NSAOffloadCoordinator, "_apply_pending", faulty))
+
+
+FAULTS = [
+    (on_request_end_is_skipped, "leaked|No device window|rows of layer"),
+    (windows_are_not_reset, "resident entries|wrong|disagree"),
+    (staging_is_not_released, "staging pages|exhausted"),
+    (admissions_are_not_applied, "rows of layer"),
+    (rows_of_ended_requests_are_written_back, "rows of layer"),
+    (releases_come_after_admissions, "rows of layer"),
+]
+
+
+@pytest.mark.parametrize("fault, message", FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_fault_is_caught(tiny_model, fault, message):
+    with Lab(tiny_model, True, None, FAULT_STEPS, fault=fault) as lab:
+        with pytest.raises(BaseException):  # hypothesis may wrap it: with the fault found, replays do nothing
+            live(lab, SEED)
+        assert lab.first_error is not None
+        assert re.search(message, str(lab.first_error)), repr(lab.first_error)
