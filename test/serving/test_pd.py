@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(pd.missing("mooncake") is not None, reason=str(p
 REQUESTS = int(os.environ.get("PD_REQUESTS", "40"))
 NEW_TOKENS = 24
 EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 700)  # pages of 64, a window of 128
-DECODE_TOKENS = 5056
+DECODE_TOKENS = 2048
 
 
 def mixed_prompts(count, seed=0):
@@ -45,11 +45,11 @@ def start(tiny_model, folder, kv_cache_dtype, *decode_args, backend="mooncake", 
         tiny_model,
         folder,
         backend,
-        args=command_line(kv_cache_dtype),
+        args=[*command_line(kv_cache_dtype), "--sleep-on-idle"],
         # Chunks are sent as they are computed, so a long prompt takes several transfers.
         prefill_args=["--disable-radix-cache", "--chunked-prefill-size", "256"],
         decode_args=[*offload_command_line(), *decode_args],
-        env={**pd_recorder.install(folder / "record"), "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1"},
+        env=pd_recorder.install(folder / "record"),
         **more,
     )
 
@@ -216,29 +216,33 @@ def caching_pair(tiny_model, tmp_path_factory):
 def test_prefixes_on_the_decode_node_are_reused(tiny_model, caching_pair):
     """Shared prefixes, repeated prompts, and turns that continue an earlier answer."""
     pair = caching_pair
-    system = offload.prompts([300], seed=1)[0]
-    first = [system + tail for tail in offload.prompts([1, 40, 64, 150, 200, 333, 20, 64], seed=2)]
-    first += offload.prompts([64, 128, 129, 400], seed=3)
-    answers = pair.generate_all(first, NEW_TOKENS)
-    prompts, outputs = list(first), tokens(answers)
+    system = offload.prompts([250], seed=1)[0]
+    # With 24 tokens more, of which the last has no row, some end with a page: the cache keeps the very last row.
+    first = [system + tail for tail in offload.prompts([1, 47, 111, 200], seed=2)] + offload.prompts([41, 105], seed=3)
+    assert [(len(ids) + NEW_TOKENS - 1) % 64 for ids in first].count(0) == 4
+    prompts, outputs = [], []
 
-    def turn(asked, n=NEW_TOKENS):
-        answers = pair.generate_all(asked, n)
+    def turn(asked):
+        """Cached tokens of each request on the decode node."""
+        answers = pair.generate_all(asked, NEW_TOKENS)
         prompts.extend(asked)
         outputs.extend(tokens(answers))
         return [answer["meta_info"]["cached_tokens"] for answer in answers]
 
+    def continued(asked, seed):
+        return [ids + out + new for ids, out, new in zip(asked, outputs[-6:], offload.prompts([9, 60, 128] * 2, seed))]
+
+    turn(first)
     repeated = turn(first)
     assert all(cached > 0 for cached, ids in zip(repeated, first) if len(ids) > 64), repeated
-    second = [ids + out + more for ids, out, more in zip(first, outputs, offload.prompts([9, 60, 128] * 4, seed=4))]
-    continued = turn(second, 100)
-    # Rows that decoding wrote are in the prefix: more than the prompt of the first turn is cached for some.
-    assert any(cached > len(ids) for cached, ids in zip(continued, first)), continued
-    third = [ids + out + more for ids, out, more in zip(second, outputs[-12:], offload.prompts([30] * 12, seed=5))]
-    deeper = turn(third)
-    assert any(cached > len(ids) for cached, ids in zip(deeper, second)), deeper
-    print("cached tokens:", sum(repeated), sum(continued), sum(deeper))
-    expected = [out[: len(got)] for out, got in zip(colocated(tiny_model, "fp8_e4m3", prompts, 100), outputs)]
+    second = continued(first, seed=4)
+    of_second = turn(second)
+    assert sum(cached > len(ids) for cached, ids in zip(of_second, first)) >= 4, of_second  # rows that decoding wrote
+    third = continued(second, seed=5)
+    of_third = turn(third)
+    assert all(cached >= len(ids) // 64 * 64 for cached, ids in zip(of_third, second)), of_third
+    print("cached tokens:", sum(repeated), sum(of_second), sum(of_third))
+    expected = colocated(tiny_model, "fp8_e4m3", prompts)
     equal = [a == b for a, b in zip(outputs, expected)]
     print(f"{sum(equal)} of {len(equal)} equal")
     assert all(equal), [i for i, same in enumerate(equal) if not same]
@@ -254,11 +258,11 @@ def test_prefixes_on_the_decode_node_are_reused(tiny_model, caching_pair):
 def test_retracted_requests_continue_with_the_same_tokens(tiny_model, tmp_path, radix):
     more = ["--disaggregation-decode-enable-radix-cache"] if radix else []
     tight = ["--max-total-tokens", str(DECODE_TOKENS), "--num-reserved-decode-tokens", "64"]
-    prompts = offload.prompts([250 + 10 * i for i in range(12)], seed=6)
+    prompts = offload.prompts([130 + 10 * i for i in range(8)], seed=6)
     with start(tiny_model, tmp_path, "bfloat16", *tight, *more) as pair:
-        answers = pair.generate_all(prompts, 250)
+        answers = pair.generate_all(prompts, 120)
         retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
         print("retractions:", retractions)
         assert retractions > 0
         assert_idle(pair)
-    assert tokens(answers) == colocated(tiny_model, "bfloat16", prompts, 250)
+    assert tokens(answers) == colocated(tiny_model, "bfloat16", prompts, 120)
