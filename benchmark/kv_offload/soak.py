@@ -10,6 +10,7 @@ import argparse
 import http.client
 import json
 import random
+import re
 import statistics
 import tempfile
 import threading
@@ -67,7 +68,8 @@ class Soak:
     def _converse(self, rid, index, n, way, patience):
         """Tokens of a streamed answer, and how it ended; cut short after ``patience`` tokens where ``way`` says so."""
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=REQUEST_S)
-        sampling = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True}
+        # Of requests that may stop early the server admits too many, so that decode retracts.
+        sampling = {"temperature": 0, "max_new_tokens": n, "ignore_eos": False}
         body = {"input_ids": self.prompts[index], "sampling_params": sampling, "stream": True, "rid": rid}
         tokens, aborted = [], False
         try:
@@ -128,12 +130,18 @@ def reference(model: str, prompts, logs: Path) -> List[List[int]]:
         return [answer["output_ids"] for answer in server.generate_all(prompts, MAX_NEW_TOKENS)]
 
 
+def retracted_by(log: str, why: str) -> int:
+    """Requests retracted, by the server's log."""
+    return sum(int(n) for n in re.findall(re.escape(why) + r".*?#retracted_reqs: (\d+)", log))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--running", type=int, default=8, help="requests that run at a time; the others wait")
     parser.add_argument("--total-tokens", type=int, default=1536, help="of all requests; small, so that decode retracts")
+    parser.add_argument("--retract-every", type=int, default=25, help="forwards between two forced retractions; 0 for none")
     parser.add_argument("--normal-loop", action="store_true", help="without the overlapped event loop")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("soak.json"))
@@ -153,8 +161,11 @@ def main() -> None:
     flags += ("--chunked-prefill-size", "128", "--schedule-conservativeness", "0.1")
     if args.normal_loop:
         flags += ("--disable-overlap-schedule",)
+    env = {}
+    if args.retract_every:
+        env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(args.retract_every)}
     samples = []
-    with Server(str(model), logs / "server.log", flags) as server:
+    with Server(str(model), logs / "server.log", flags, env) as server:
         soak = Soak(server, prompts, expected, args.seed)
         begin = time.monotonic()
         with ThreadPoolExecutor(args.at_once) as pool, tqdm(total=args.requests, unit="request") as bar:
@@ -186,10 +197,12 @@ def main() -> None:
         "at_once": args.at_once,
         "running": args.running,
         "total_tokens": args.total_tokens,
+        "retract_every": args.retract_every,
         "loop": "normal" if args.normal_loop else "overlap",
         "seed": args.seed,
         "seconds": round(seconds, 1),
-        "retraction_rounds": log.count("KV cache pool is full. Retract requests"),
+        "retractions_pool_full": retracted_by(log, "KV cache pool is full. Retract requests."),
+        "retractions_forced": retracted_by(log, "Testing retraction."),
         "ends": dict(sorted(soak.counts.items())),
         "alive_after": alive,
         "faults": soak.faults,
