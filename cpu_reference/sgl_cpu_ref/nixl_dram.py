@@ -1,4 +1,34 @@
-"""nixl on host memory: SGLang names its own memory VRAM, which no backend of a CPU machine can register."""
+"""nixl on host memory: SGLang names its own memory VRAM, which no backend of a CPU machine can register.
+
+What SGLang asked for can be recorded. Here every address works as either type, so that equal tokens say nothing about the
+types; the record does.
+"""
+
+import threading
+from contextlib import contextmanager
+from typing import Iterator, List, NamedTuple, Optional
+
+_local = threading.local()
+
+
+class Request(NamedTuple):
+    """One call of an agent, with the memory type that SGLang named."""
+
+    call: str
+    """"register_memory" or "get_xfer_descs"."""
+    memory_type: Optional[str]
+    regions: List[List[int]]
+    """(address, bytes, device id) of each region."""
+
+
+@contextmanager
+def recording() -> Iterator[List[Request]]:
+    """While open, collects the requests of this thread; one at a time in a thread."""
+    _local.requests = requests = []
+    try:
+        yield requests
+    finally:
+        _local.requests = None
 
 
 def map_vram_to_dram() -> None:
@@ -8,14 +38,23 @@ def map_vram_to_dram() -> None:
     except ImportError:
         return
 
-    def place(mem_type):
-        return "DRAM" if mem_type == "VRAM" else mem_type
-
     class DramAgent(api.nixl_agent):
         def register_memory(self, reg_list, mem_type=None, *args, **kwargs):
-            return super().register_memory(reg_list, place(mem_type), *args, **kwargs)
+            _record("register_memory", mem_type, reg_list)
+            return super().register_memory(reg_list, _place(mem_type), *args, **kwargs)
 
         def get_xfer_descs(self, descs, mem_type=None, *args, **kwargs):
-            return super().get_xfer_descs(descs, place(mem_type), *args, **kwargs)
+            _record("get_xfer_descs", mem_type, descs)
+            return super().get_xfer_descs(descs, _place(mem_type), *args, **kwargs)
 
     api.nixl_agent = DramAgent
+
+
+def _place(mem_type):
+    return "DRAM" if mem_type == "VRAM" else mem_type
+
+
+def _record(call: str, mem_type, regions) -> None:
+    requests = getattr(_local, "requests", None)
+    if requests is not None:
+        requests.append(Request(call, mem_type, [[int(number) for number in region[:3]] for region in regions]))

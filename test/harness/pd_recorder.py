@@ -24,7 +24,7 @@ def install(folder: Path) -> Dict[str, str]:
     (info / "METADATA").write_text(METADATA)
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     shutil.copy(__file__, folder / "pd_recorder.py")
-    return {"PD_RECORD": str(folder), "SGL_CPU_REF_NIXL_RECORD": str(folder), "PYTHONPATH": str(folder)}
+    return {"PD_RECORD": str(folder), "PYTHONPATH": str(folder)}
 
 
 def read(folder: Path, name: str) -> List[Dict[str, Any]]:
@@ -54,11 +54,15 @@ def _write(name: str, record: Dict[str, Any]) -> None:
 
 
 def _record_sent(manager) -> None:
+    from sgl_cpu_ref import nixl_dram
+
     send = manager._send_kvcache_generic
 
     @functools.wraps(send)
     def recorded(self, **call):
         source, target = call["prefill_data_indices"], call["dst_data_indices"]
+        with nixl_dram.recording() as requests:
+            result = send(self, **call)
         _write(
             "sent",
             {
@@ -67,18 +71,23 @@ def _record_sent(manager) -> None:
                 "page_bytes": [int(n) for n in call["item_lens"]],
                 "prefill_pages": [int(i) for i in source],
                 "decode_pages": [int(i) for i in target],
+                "nixl": requests,
             },
         )
-        return send(self, **call)
+        return result
 
     manager._send_kvcache_generic = recorded
 
 
 def _record_places(queue) -> None:
+    from sgl_cpu_ref import nixl_dram
+
     build = queue._init_kv_manager
 
     @functools.wraps(build)
     def recorded(self):
+        with nixl_dram.recording() as requests:
+            manager = build(self)
         pool = self.token_to_kv_pool
         host = getattr(pool, "host_pool", None)
         _write(
@@ -87,9 +96,10 @@ def _record_places(queue) -> None:
                 "host": _ranges(host.kv_buffer) if host is not None else [],
                 "windows": _ranges(pool.kv_buffer),
                 "index_keys": _ranges(pool.index_k_with_scale_buffer),
+                "nixl": requests,
             },
         )
-        return build(self)
+        return manager
 
     queue._init_kv_manager = recorded
 

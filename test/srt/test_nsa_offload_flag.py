@@ -58,7 +58,7 @@ CONFLICTING = {
     "--disaggregation-mode prefill": {"disaggregation_mode": "prefill"},
     "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
     "--enable-lmcache": {"enable_lmcache": True},
-    "--disaggregation-transfer-backend other than mooncake or fake": {
+    "--disaggregation-transfer-backend other than mooncake, nixl or fake": {
         "disaggregation_mode": "decode",
         "disaggregation_transfer_backend": "ascend",
     },

@@ -16,7 +16,7 @@ FLAG = "--enable-decode-nsa-kv-offload"
 # own row layout or page table.
 _BACKEND_OF_DTYPE = {"bfloat16": "flashmla_sparse", "fp8_e4m3": "flashmla_kv"}
 # A prefill node writes latent rows straight into the decode node's host pool.
-_TRANSFERS_TO_HOST_MEMORY = ("mooncake", "fake")
+_TRANSFERS_TO_HOST_MEMORY = ("mooncake", "nixl", "fake")
 
 
 class Conflict(NamedTuple):
@@ -67,7 +67,7 @@ CONFLICTS = (
     Conflict(
         lambda a: _is_decode_node(a)
         and a.disaggregation_transfer_backend not in _TRANSFERS_TO_HOST_MEMORY,
-        "--disaggregation-transfer-backend other than mooncake or fake",
+        "--disaggregation-transfer-backend other than mooncake, nixl or fake",
         "it is not known to write to the host memory of a decode node",
         f"choose one of {_TRANSFERS_TO_HOST_MEMORY}",
     ),

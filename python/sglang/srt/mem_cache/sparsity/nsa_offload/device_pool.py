@@ -58,6 +58,10 @@ class NSAOffloadTokenToKVPool(NSATokenToKVPool):
         """Where a prefill node writes latent rows: straight into the host pool."""
         return self.host_pool.get_contiguous_buf_infos()
 
+    def get_contiguous_buf_memory_types(self) -> list[str]:
+        """Memory type of each of these addresses, in nixl's words."""
+        return ["DRAM"] * self.layer_num
+
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices=None) -> dict[str, Any]:
         """Copy a request's rows to pageable memory before its slots are freed.
 
