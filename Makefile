@@ -20,7 +20,7 @@ RUN := PYTHONPATH=cpu_reference:build/sglang/python $(PYTHON)
 
 setup: $(STAMP)
 
-$(STAMP): requirements.txt requirements-test.txt requirements-nodeps.txt tools/setup.sh
+$(STAMP): requirements.txt requirements-test.txt requirements-nodeps.txt requirements-pd.txt tools/setup.sh
 	sh tools/setup.sh $(VENV)
 	touch $@
 

@@ -37,3 +37,18 @@ fi
 
 "$venv/bin/python" -m pip install --quiet -r requirements.txt -r requirements-test.txt
 "$venv/bin/python" -m pip install --quiet --no-deps -r requirements-nodeps.txt
+
+# Prefill-decode pairs: libraries that mooncake links, then the transfer backends and the
+# router. Tests that need what is missing skip, and say what it is.
+libraries="libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1"
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    # shellcheck disable=SC2086
+    dpkg -s $libraries >/dev/null 2>&1 || {
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $libraries
+    } || echo "setup: pairs over mooncake need: apt-get install $libraries" >&2
+fi
+grep -v '^#' requirements-pd.txt | while read -r package; do
+    "$venv/bin/python" -m pip install --quiet --no-deps "$package" ||
+        echo "setup: without $package; tests of pairs that need it will skip" >&2
+done
