@@ -94,8 +94,10 @@ class Soak:
                     if aborted:
                         return tokens, "abort"
                     raise ServerError(str(event))
-                tokens = event["output_ids"]  # all so far
-                reason = event["meta_info"]["finish_reason"]
+                reason, latest = event["meta_info"]["finish_reason"], event["output_ids"]
+                # All tokens so far; but of a request aborted while it waits, retracted too, the last token alone.
+                if not (reason and reason["type"] == "abort" and latest and latest == tokens[-len(latest) :]):
+                    tokens = latest
                 if reason is not None:
                     return tokens, reason["type"]
                 if len(tokens) >= patience and way == "disconnect":

@@ -142,14 +142,14 @@ class Lab:
         self._stack.enter_context(mock.patch.object(LRUCacheState, "lru_post_process", lru_post_process))
 
 
-def watched(method):
-    """Count a rule, skip it where the lab's budget is spent, and note its failure."""
+def watched(method, kind="rule"):
+    """Count a rule or check, skip it where the lab's budget is spent, and note its failure."""
 
     @functools.wraps(method)
     def run(self, **choices):
         if self.lab.spent or self.failed:
             return
-        self.lab.counts[f"rule {method.__name__}"] += 1
+        self.lab.counts[f"{kind} {method.__name__}"] += 1
         try:
             method(self, **choices)
         except BaseException as error:
@@ -158,6 +158,9 @@ def watched(method):
             raise
 
     return run
+
+
+checked = functools.partial(watched, kind="check")
 
 
 class OffloadMachine(RuleBasedStateMachine):
@@ -293,7 +296,7 @@ class OffloadMachine(RuleBasedStateMachine):
         calm = not (self.paused or self.engine._inbox or self.engine.scheduler.chunked_req)
         if not calm or len(running) < 2 or any(req.to_finish for req in running):
             return
-        left = min(self.length_of[req.rid] - len(req.output_ids) for req in running) - 4
+        left = min(self.length_of.get(req.rid, 0) - len(req.output_ids) for req in running) - 4
         if left < 1:
             return
         with self.engine.shrunk(keep):
@@ -338,7 +341,7 @@ class OffloadMachine(RuleBasedStateMachine):
     # -- invariants ----------------------------------------------------------------------------------------------------
 
     @invariant()
-    @watched
+    @checked
     def windows_add_up(self):
         if not self.lab.offloading:
             return
@@ -348,7 +351,7 @@ class OffloadMachine(RuleBasedStateMachine):
         assert coordinator.windows.num_free + len(owned) == coordinator.windows.num_windows
 
     @invariant()
-    @watched
+    @checked
     def tokens_so_far_are_right(self):
         if self.lab.expected is None:
             return
