@@ -20,7 +20,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from harness.environment import child_environment
 
-READY_S = 180
+READY_S = 600
 REQUEST_S = 300
 
 
