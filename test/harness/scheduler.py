@@ -100,6 +100,7 @@ class InprocScheduler:
         scheduler, self.scheduler, self._stepper = self.scheduler, None, None
         del scheduler.recv_requests
         _close_sockets(scheduler)
+        _drop_tensors(scheduler)
         del scheduler
         _forget_globals()
 
@@ -361,6 +362,20 @@ def _close_sockets(scheduler) -> None:
         socket = getattr(scheduler, name, None)
         if socket is not None and hasattr(socket, "close"):
             socket.close(linger=0)
+
+
+def _drop_tensors(scheduler) -> None:
+    """Free weights and pools: SGLang's threads keep a scheduler alive, and a test process builds dozens."""
+    runner = scheduler.tp_worker.model_runner
+    owners = [runner.model, runner.token_to_kv_pool, runner.attn_backend]
+    coordinator = getattr(runner.req_to_token_pool, "sparse_coordinator", None)
+    if coordinator is not None:
+        coordinator.close()
+        owners += [coordinator.host_pool, coordinator.lru, coordinator.controller, coordinator.staging, coordinator]
+    owners += [runner.req_to_token_pool, getattr(runner, "hisparse_coordinator", None)]
+    for owner in owners:
+        if owner is not None:
+            owner.__dict__.clear()
 
 
 def _forget_globals() -> None:
