@@ -157,16 +157,18 @@ def test_abort_before_the_prefill_node_knows_the_request(pair, prompts, expected
     assert_idle(pair)
 
 
-@pytest.mark.parametrize("mode", ["decode", "prefill"])
+@pytest.mark.parametrize("mode", ["decode", "both"])
 def test_aborts_at_any_time_leave_the_others_alone(pair, prompts, expected, mode):
-    chosen = list(range(8, 24))
+    """On the decode node, or on both as a router does. (SGLang's decode nodes do not hear of one on the prefill node.)"""
+    chosen = list(range(8, 20))
     rng = random.Random(mode)
     victims = {i for i in chosen if rng.random() < 0.5}
     with ThreadPoolExecutor(16) as pool:
         running = {i: pool.submit(outcome, pair.generate, prompts[i], NEW_TOKENS, rid=f"{mode}-{i}") for i in chosen}
         for i in sorted(victims):
             time.sleep(rng.random() / 4)
-            abort(getattr(pair, mode), f"{mode}-{i}")
+            for server in [pair.decode] if mode == "decode" else [pair.prefill, pair.decode]:
+                abort(server, f"{mode}-{i}")
         results = {i: future.result() for i, future in running.items()}
     print("aborted:", sum(results[i] is None for i in victims), "of", len(victims))
     for i in chosen:
@@ -184,7 +186,7 @@ def test_prefill_node_killed_in_a_transfer(pair, prompts, expected):
             time.sleep(0.02)
 
     with ThreadPoolExecutor(16) as pool:
-        decoding = [pool.submit(pair.generate, prompts[i], 300) for i in range(4)]
+        decoding = [pool.submit(pair.generate, prompts[i], 150) for i in range(4)]
         wait_for_transfers(8)  # latent rows and index keys of each
         time.sleep(2)
         caught = [pool.submit(outcome, pair.generate, ids, 4) for ids in offload.prompts([1900] * 4, seed=9)]
