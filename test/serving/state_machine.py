@@ -17,11 +17,12 @@ from harness.scheduler import InprocScheduler, SchedulerError
 from harness.stamps import Stamps
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 PROMPTS = offload.prompts((1, 5, 64, 129, 300, 450), seed=11)
 MAX_NEW_TOKENS = 100
 MAX_UNFINISHED = 10
+MAX_STEPS_TO_SETTLE = 3000
 STATES = ("unreceived", "waiting", "between chunks", "running", "retracted", "finished", "any")
 AFTER = st.integers(0, 8)  # rounds of the event loop before a rule acts
 ENGINE = {
@@ -48,6 +49,7 @@ class Lab:
         budget: rounds of the event loop after which rules do nothing more.
         fault: plants a fault until the stack it is given closes.
         offloading: False runs the same lives without the feature, to tell its faults from the base's.
+        rules: names of the rules that act; None for all.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class Lab:
         dtype: str = "bfloat16",
         fault: Optional[Callable[[ExitStack], None]] = None,
         offloading: bool = True,
+        rules: Optional[Sequence[str]] = None,
     ) -> None:
+        self.rules = rules
         self.expected, self.budget, self.offloading = expected, budget, offloading
         self.counts: Counter = Counter()
         self.first_error: Optional[BaseException] = None
@@ -147,7 +151,7 @@ def watched(method, kind="rule"):
 
     @functools.wraps(method)
     def run(self, **choices):
-        if self.lab.spent or self.failed:
+        if self.lab.spent or self.failed or (kind == "rule" and self.lab.rules and method.__name__ not in self.lab.rules):
             return
         self.lab.counts[f"{kind} {method.__name__}"] += 1
         try:
@@ -191,6 +195,12 @@ class OffloadMachine(RuleBasedStateMachine):
 
     # -- rules ---------------------------------------------------------------------------------------------------------
 
+    @initialize(prompts=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=2, max_size=5))
+    @watched
+    def begin(self, prompts):
+        for prompt in prompts:
+            self._submit(len(PROMPTS) - 1 - prompt, MAX_NEW_TOKENS)  # the simplest example has long prompts
+
     @rule(prompt=st.integers(0, len(PROMPTS) - 1), n=st.integers(1, MAX_NEW_TOKENS))
     @watched
     def submit(self, prompt, n):
@@ -203,18 +213,20 @@ class OffloadMachine(RuleBasedStateMachine):
         for i, prompt in enumerate(prompts):
             self._submit(prompt, min(n + i % 3, MAX_NEW_TOKENS))
 
-    @rule(first=st.integers(0, 2), prompt=st.integers(0, len(PROMPTS) - 1), n=st.integers(1, 30))
+    @rule(
+        first=st.integers(0, 2),
+        gap=st.integers(2, 5),
+        prompt=st.integers(0, len(PROMPTS) - 1),
+        n=st.integers(1, 30),
+    )
     @watched
-    def submit_as_one_ends(self, first, prompt, n):
-        """The overlapped loop still runs a forward for a request that ended; its slots go to the next prompt at once."""
-        if self.paused:
-            return
+    def submit_as_one_ends(self, first, gap, prompt, n):
+        """Where rows are free, the first ends about ``gap`` rounds later, and the second takes over what it had at once.
+
+        The overlapped loop is then still running a forward for the first.
+        """
         self._submit(first, 3)
-        ended = len(self.engine.finished)
-        for _ in range(20):
-            self._step(1)
-            if len(self.engine.finished) > ended:
-                break
+        self._step(gap)
         self._submit(prompt, n)
 
     @rule(n=st.integers(1, 4))
@@ -352,6 +364,11 @@ class OffloadMachine(RuleBasedStateMachine):
 
     @invariant()
     @checked
+    def rows_are_in_place(self):
+        self.lab.check_rows()
+
+    @invariant()
+    @checked
     def tokens_so_far_are_right(self):
         if self.lab.expected is None:
             return
@@ -423,6 +440,10 @@ class OffloadMachine(RuleBasedStateMachine):
     def _settle(self) -> None:
         if self.paused:
             self.engine.resume()
+        for _ in range(MAX_STEPS_TO_SETTLE):
+            if not self.engine.unfinished():
+                break
+            self._step(1)
         self.engine.drain()
 
     def _check_ended(self) -> None:
