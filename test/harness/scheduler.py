@@ -13,6 +13,7 @@ import contextlib
 import gc
 import itertools
 from typing import Any, Dict, Iterator, List, Optional, Sequence
+from unittest import mock
 
 from harness.environment import ON_GPU  # (environment before sglang)
 
@@ -317,17 +318,20 @@ def _build(settings: Dict[str, Any]):
         raise SchedulerError("the sgl_cpu_ref plugin is not active")
     server_args = ServerArgs(**settings)
     set_global_server_args_for_scheduler(server_args)
-    return Scheduler(
-        server_args=server_args,
-        port_args=PortArgs.init_new(server_args),
-        gpu_id=0,
-        tp_rank=0,
-        moe_ep_rank=0,
-        pp_rank=0,
-        attn_cp_rank=0,
-        moe_dp_rank=0,
-        dp_rank=None,
-    )
+    # The watchdog outlives its scheduler, keeps it in memory, and five minutes after a failed start kills the parent:
+    # here, the test runner.
+    with mock.patch("sglang.srt.managers.scheduler.create_scheduler_watchdog", lambda *args, **kwargs: None):
+        return Scheduler(
+            server_args=server_args,
+            port_args=PortArgs.init_new(server_args),
+            gpu_id=0,
+            tp_rank=0,
+            moe_ep_rank=0,
+            pp_rank=0,
+            attn_cp_rank=0,
+            moe_dp_rank=0,
+            dp_rank=None,
+        )
 
 
 def _tokenized(rid: str, ids: Sequence[int], max_new_tokens: int, options: Dict[str, Any]):

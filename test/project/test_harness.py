@@ -1,6 +1,7 @@
 """The harness drives SGLang's scheduler faithfully: results, lifecycle, and the faults it has to show."""
 
 import random
+import threading
 
 import pytest
 
@@ -130,6 +131,14 @@ def test_slots_name_the_rows(tiny_model):
         with pytest.raises(KeyError):
             engine.request("nobody")
         engine.drain()
+
+
+def test_no_watchdog_outlives_its_scheduler(tiny_model):
+    with InprocScheduler(tiny_model):
+        pass
+    with pytest.raises(Exception, match="max_total_tokens|Not enough memory|page"):
+        InprocScheduler(tiny_model, max_total_tokens=1)
+    assert not [thread for thread in threading.enumerate() if "watchdog" in thread.name]
 
 
 def test_stepper_hands_over_and_ends():
