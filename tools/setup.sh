@@ -27,6 +27,15 @@ if ! find_python >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/nu
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv
 fi
 
+# Without a GPU, tests run the CUDA kernels' own source, made by g++; without it they skip.
+if ! command -v g++ >/dev/null; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++
+    fi || true
+    command -v g++ >/dev/null || echo "setup: tests of CUDA kernels need: apt-get install g++" >&2
+fi
+
 if [ ! -x "$venv/bin/python" ]; then
     python=$(find_python) || {
         echo "setup: needs Python 3.11 to 3.13 with venv; on Debian: apt-get install python3-venv" >&2

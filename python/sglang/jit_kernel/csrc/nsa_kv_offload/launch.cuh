@@ -1,0 +1,150 @@
+#include <sgl_kernel/tensor.h>
+#include <sgl_kernel/utils.h>
+
+#include <sgl_kernel/utils.cuh>
+
+#include "gather.cuh"
+#include "swap.cuh"
+#include <cstdint>
+#include <tvm/ffi/container/tensor.h>
+
+namespace nsa_kv_offload {
+
+inline MissQueue view_queue(
+    const tvm::ffi::TensorView host_slots,
+    const tvm::ffi::TensorView device_slots,
+    const tvm::ffi::TensorView wanted,
+    const tvm::ffi::TensorView target,
+    const tvm::ffi::TensorView state,
+    const bool ordered) {
+  using namespace host;
+  auto device = SymbolicDevice{};
+  auto capacity = SymbolicSize{"queue capacity"};
+  TensorMatcher({capacity}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(host_slots).verify(device_slots);
+  TensorMatcher({-1}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(wanted).verify(target);
+  TensorMatcher({kNumStates}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(state);
+  return {
+      static_cast<int32_t*>(host_slots.data_ptr()),
+      static_cast<int32_t*>(device_slots.data_ptr()),
+      ordered ? static_cast<uint32_t*>(wanted.data_ptr()) : nullptr,
+      static_cast<int32_t*>(target.data_ptr()),
+      static_cast<int32_t*>(state.data_ptr())};
+}
+
+template <int kThreads, int kEntries>
+struct Swap {
+  /// Lengths are int32 in a replayed CUDA graph and int64 in an eager batch.
+  static void
+  run(const tvm::ffi::TensorView topk,
+      const tvm::ffi::TensorView batch_windows,
+      const tvm::ffi::TensorView batch_rows,
+      const tvm::ffi::TensorView seq_lens,
+      const tvm::ffi::TensorView ring_begin,
+      const tvm::ffi::TensorView req_to_token,
+      const tvm::ffi::TensorView offset_of_position,
+      const tvm::ffi::TensorView position_at_offset,
+      const tvm::ffi::TensorView last_used,
+      const tvm::ffi::TensorView counters,
+      const tvm::ffi::TensorView page_table,
+      const tvm::ffi::TensorView host_slots,
+      const tvm::ffi::TensorView device_slots,
+      const tvm::ffi::TensorView wanted,
+      const tvm::ffi::TensorView target,
+      const tvm::ffi::TensorView state,
+      const bool ordered,
+      const int64_t ring_slots,
+      const int64_t first_window_slot,
+      const int64_t window_slots) {
+    using namespace host;
+    auto B = SymbolicSize{"batch"};
+    auto K = SymbolicSize{"top-k"};
+    auto N = SymbolicSize{"windows"};
+    auto C = SymbolicSize{"context"};
+    auto W = SymbolicSize{"LRU slots"};
+    auto R = SymbolicSize{"request row stride"};
+    auto device = SymbolicDevice{};
+    TensorMatcher({B, K}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(topk).verify(page_table);
+    TensorMatcher({B}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(batch_windows).verify(batch_rows);
+    auto length_dtype = SymbolicDType{};
+    TensorMatcher({B}).with_dtype<int32_t, int64_t>(length_dtype).with_device<kDLCUDA>(device).verify(seq_lens);
+    TensorMatcher({N}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(ring_begin);
+    TensorMatcher({-1, -1})
+        .with_strides({R, 1})
+        .with_dtype<int32_t>()
+        .with_device<kDLCUDA>(device)
+        .verify(req_to_token);
+    TensorMatcher({N, C}).with_dtype<int16_t>().with_device<kDLCUDA>(device).verify(offset_of_position);
+    TensorMatcher({N, W}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(position_at_offset);
+    TensorMatcher({N, W}).with_dtype<int16_t>().with_device<kDLCUDA>(device).verify(last_used);
+    TensorMatcher({3}).with_dtype<int64_t>().with_device<kDLCUDA>(device).verify(counters);
+    const int batch = static_cast<int>(B.unwrap());
+    const int k = static_cast<int>(K.unwrap());
+    const int lru_slots = static_cast<int>(W.unwrap());
+    RuntimeCheck(k <= lru_slots && lru_slots <= 1 << 15, "top-k ", k, " over ", lru_slots, " LRU slots");
+    RuntimeCheck(k <= kThreads * kEntries, "top-k ", k, " is above ", kThreads * kEntries);
+    RuntimeCheck(host_slots.size(0) >= static_cast<int64_t>(batch) * k, "the miss queue is too small");
+    if (batch == 0) return;
+
+    const auto launch = [&]<typename SeqLen>(const SeqLen* lengths) {
+      const auto params = SwapParams<SeqLen>{
+          static_cast<const int32_t*>(topk.data_ptr()),
+          static_cast<const int32_t*>(batch_windows.data_ptr()),
+          static_cast<const int32_t*>(batch_rows.data_ptr()),
+          lengths,
+          static_cast<const int32_t*>(ring_begin.data_ptr()),
+          static_cast<const int32_t*>(req_to_token.data_ptr()),
+          static_cast<int16_t*>(offset_of_position.data_ptr()),
+          static_cast<int32_t*>(position_at_offset.data_ptr()),
+          static_cast<uint16_t*>(last_used.data_ptr()),
+          static_cast<unsigned long long*>(counters.data_ptr()),
+          static_cast<int32_t*>(page_table.data_ptr()),
+          view_queue(host_slots, device_slots, wanted, target, state, ordered),
+          R.unwrap(),
+          C.unwrap(),
+          k,
+          lru_slots,
+          static_cast<int>(ring_slots),
+          static_cast<int>(first_window_slot),
+          static_cast<int>(window_slots)};
+      LaunchKernel(batch, kThreads, device.unwrap(), swap_shared_bytes(k, lru_slots))(
+          swap_kernel<kThreads, kEntries, SeqLen>, params);
+    };
+    if (length_dtype.unwrap().bits == 32) {
+      launch(static_cast<const int32_t*>(seq_lens.data_ptr()));
+    } else {
+      launch(static_cast<const int64_t*>(seq_lens.data_ptr()));
+    }
+  }
+};
+
+template <int kThreads, int kRowBytes, int kRows>
+struct Gather {
+  static void
+  run(const tvm::ffi::TensorView host_rows,
+      const tvm::ffi::TensorView device_rows,
+      const tvm::ffi::TensorView host_slots,
+      const tvm::ffi::TensorView device_slots,
+      const tvm::ffi::TensorView wanted,
+      const tvm::ffi::TensorView target,
+      const tvm::ffi::TensorView state,
+      const bool ordered,
+      const int64_t blocks) {
+    using namespace host;
+    auto N = SymbolicSize{"host rows"};
+    auto device = SymbolicDevice{};
+    TensorMatcher({N, kRowBytes}).with_dtype<uint8_t>().with_device<kDLCUDAHost, kDLCPU>().verify(host_rows);
+    TensorMatcher({-1, kRowBytes}).with_dtype<uint8_t>().with_device<kDLCUDA>(device).verify(device_rows);
+    RuntimeCheck(
+        !ordered || (target.size(0) >= N.unwrap() && wanted.size(0) * 32 >= N.unwrap()),
+        "the miss queue orders fewer host slots than ",
+        N.unwrap());
+    const auto params = GatherParams{
+        static_cast<const uint8_t*>(host_rows.data_ptr()),
+        static_cast<uint8_t*>(device_rows.data_ptr()),
+        view_queue(host_slots, device_slots, wanted, target, state, ordered),
+        static_cast<int>(N.unwrap())};
+    LaunchKernel(blocks, kThreads, device.unwrap())(gather_kernel<kThreads, kRowBytes, kRows>, params);
+  }
+};
+
+}  // namespace nsa_kv_offload

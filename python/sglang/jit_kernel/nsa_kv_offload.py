@@ -1,0 +1,183 @@
+"""One layer's swap of decode KV offloading: CUDA kernels that make a top-k resident in device windows.
+
+Two launches a layer. ``swap_topk`` (a block a request) splits the top-k into hits and misses by a
+direct table, gives the misses the least recently used slots, keeps the tables, and queues what to load;
+``gather_misses`` copies the queue's rows over as many blocks as fill the link. The boundary between
+them is their only barrier. Both read how much there is to do on the device, so a CUDA graph can
+replay them.
+
+Words: *position* in a sequence; *host slot*, row of the host pool; *window offset*, slot in a
+request's window, the LRU part first and then the ring of newest rows; *device slot*, row of the device
+buffer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.jit_kernel.utils import cache_once, load_jit, make_cpp_args
+
+if TYPE_CHECKING:
+    from tvm_ffi.module import Module
+
+SWAP_THREADS = 1024
+GATHER_THREADS = 512
+GATHER_BLOCKS = 32
+GATHER_ROWS_IN_FLIGHT = 4  # a warp
+# Below this batch the queue is a plain list: to order it costs more than scattered reads.
+ORDER_MIN_BATCH = 8
+_NUM_STATES = 4
+
+
+class MissQueue:
+    """Rows that one layer's swap wants from the host; empty again when they have been gathered.
+
+    Layers on one stream share one queue.
+
+    Args:
+        max_batch: requests in a batch.
+        top_k: entries of a request's top-k.
+        num_host_rows: rows of the host pool.
+        device: of the queue.
+
+    Attributes:
+        host_slots: ``[max_batch * top_k]`` int32, the plain list.
+        device_slots: ``[max_batch * top_k]`` int32.
+        wanted: ``[ceil(num_host_rows / 32)]`` int32, a bit for each host slot.
+        target: ``[num_host_rows]`` int32 device slot of a wanted host slot.
+        state: ``[4]`` int32 counts.
+    """
+
+    def __init__(self, max_batch: int, top_k: int, num_host_rows: int, device):
+        def zeros(size: int) -> torch.Tensor:
+            return torch.zeros((size,), dtype=torch.int32, device=device)
+
+        self.host_slots = zeros(max_batch * top_k)
+        self.device_slots = zeros(max_batch * top_k)
+        self.wanted = zeros(-(-num_host_rows // 32))
+        self.target = zeros(num_host_rows)
+        self.state = zeros(_NUM_STATES)
+
+    @staticmethod
+    def bytes_needed(max_batch: int, top_k: int, num_host_rows: int) -> int:
+        """Device bytes of a queue."""
+        words = 2 * max_batch * top_k + -(-num_host_rows // 32) + num_host_rows
+        return 4 * (words + _NUM_STATES)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, in the kernels' order."""
+        return (self.host_slots, self.device_slots, self.wanted, self.target, self.state)
+
+
+def is_ordered(batch_size: int) -> bool:
+    """Whether the misses of a batch are gathered in host-address order."""
+    return batch_size >= ORDER_MIN_BATCH
+
+
+def swap_topk(
+    topk: torch.Tensor,
+    batch_windows: torch.Tensor,
+    batch_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    ring_begin: torch.Tensor,
+    req_to_token: torch.Tensor,
+    offset_of_position: torch.Tensor,
+    position_at_offset: torch.Tensor,
+    last_used: torch.Tensor,
+    counters: torch.Tensor,
+    queue: MissQueue,
+    ring_slots: int,
+    first_window_slot: int,
+    window_slots: int,
+) -> torch.Tensor:
+    """Make one layer's top-k resident: tables, page table, and the queue of rows to load.
+
+    ``gather_misses`` must follow on the same stream before anything reads the device slots. Entries
+    with the same position get the same slot and one load. Victims are the least recently used slots that
+    this top-k does not touch; ages of 16 steps and more are compared in steps of an eighth of their
+    power of two.
+
+    Args:
+        topk: ``[B, K]`` int32 positions, -1 for none, contiguous.
+        batch_windows: ``[B]`` int32 window of each batch row, -1 for padding; no window twice.
+        batch_rows: ``[B]`` int32 request rows.
+        seq_lens: ``[B]`` int32 or int64 length with this step's token; grows by a step's tokens.
+        ring_begin: ``[num_windows]`` int32 first position that decoding wrote to the ring.
+        req_to_token: ``[rows, >= context]`` int32 host slots.
+        offset_of_position: ``[num_windows, context]`` int16, -1 where not resident; changed.
+        position_at_offset: ``[num_windows, lru_slots]`` int32, -1 where empty; changed.
+        last_used: ``[num_windows, lru_slots]`` int16, low bits of the length at the last use; changed.
+        counters: ``[3]`` int64; hits, ring hits and misses (each load once) are added.
+        queue: empty on entry.
+        ring_slots: slots of the ring, at offsets ``lru_slots + position % ring_slots``.
+        first_window_slot: device slot of window 0.
+        window_slots: device slots from one window to the next.
+
+    Returns:
+        ``[B, K]`` int32 device slots in the order of the top-k; -1 for none, 0 in padded rows.
+    """
+    page_table = torch.empty_like(topk)
+    _swap_module(topk.shape[1]).run(
+        topk,
+        batch_windows,
+        batch_rows,
+        seq_lens,
+        ring_begin,
+        req_to_token,
+        offset_of_position,
+        position_at_offset,
+        last_used,
+        counters,
+        page_table,
+        *queue.tensors(),
+        is_ordered(topk.shape[0]),
+        ring_slots,
+        first_window_slot,
+        window_slots,
+    )
+    return page_table
+
+
+def gather_misses(
+    host_rows: torch.Tensor,
+    device_rows: torch.Tensor,
+    queue: MissQueue,
+    batch_size: int,
+    blocks: int = GATHER_BLOCKS,
+) -> None:
+    """Copy the queued rows of one layer from the host, and empty the queue.
+
+    Args:
+        host_rows: ``[num_host_rows, row_bytes]`` uint8, pinned; row_bytes a multiple of 16.
+        device_rows: ``[num_device_rows, row_bytes]`` uint8.
+        queue: as ``swap_topk`` filled it.
+        batch_size: rows of that call's top-k, which decides whether the queue is ordered.
+        blocks: thread blocks; few fill the link.
+    """
+    _gather_module(host_rows.shape[1]).run(
+        host_rows, device_rows, *queue.tensors(), is_ordered(batch_size), blocks
+    )
+
+
+@cache_once
+def _swap_module(top_k: int) -> Module:
+    args = make_cpp_args(SWAP_THREADS, -(-top_k // SWAP_THREADS))
+    return load_jit(
+        "nsa_kv_offload_swap",
+        *args,
+        cuda_files=["nsa_kv_offload/launch.cuh"],
+        cuda_wrappers=[("run", f"nsa_kv_offload::Swap<{args}>::run")],
+    )
+
+
+@cache_once
+def _gather_module(row_bytes: int) -> Module:
+    args = make_cpp_args(GATHER_THREADS, row_bytes, GATHER_ROWS_IN_FLIGHT)
+    return load_jit(
+        "nsa_kv_offload_gather",
+        *args,
+        cuda_files=["nsa_kv_offload/launch.cuh"],
+        cuda_wrappers=[("run", f"nsa_kv_offload::Gather<{args}>::run")],
+    )

@@ -1,0 +1,126 @@
+"""The swap of one layer in plain Python, and consistent random inputs for it."""
+
+import random
+from types import SimpleNamespace
+
+import torch
+
+RING_WINDOW_BASE = 64  # device slots before window 0
+
+
+def age_bucket(age: int) -> int:
+    """Ages from 16 on in eighths of their power of two."""
+    if age < 16:
+        return age
+    exponent = age.bit_length() - 1
+    return 16 + (exponent - 4) * 8 + (age >> (exponent - 3)) % 8
+
+
+def swap(case: SimpleNamespace) -> SimpleNamespace:
+    """Expected tables, page table, counts and loads ``{(host slot, device slot)}`` of a case."""
+    out = SimpleNamespace(
+        offset_of_position=case.offset_of_position.clone(),
+        position_at_offset=case.position_at_offset.clone(),
+        last_used=case.last_used.clone(),
+        counters=case.counters.clone(),
+        page_table=torch.full_like(case.topk, -1),
+        loads=[],
+    )
+    for b, window in enumerate(case.batch_windows.tolist()):
+        topk = case.topk[b].tolist()
+        if window < 0:
+            out.page_table[b] = torch.where(case.topk[b] >= 0, 0, -1)
+            continue
+        seq_len = int(case.seq_lens[b])
+        base = RING_WINDOW_BASE + window * case.window_slots
+        offset_of = {p: int(case.offset_of_position[window, p]) for p in range(case.context)}
+        first_in_ring = max(int(case.ring_begin[window]), seq_len - case.ring_slots)
+        in_lru = [p for p in topk if 0 <= p < first_in_ring]
+        touched = {offset_of[p] for p in in_lru if offset_of[p] >= 0}
+        misses = list(dict.fromkeys(p for p in in_lru if offset_of[p] < 0))
+        free = [o for o in range(case.lru_slots) if o not in touched]
+        stamps = case.last_used[window].tolist()
+        bucket = {o: age_bucket((seq_len - stamps[o]) % 65536) for o in free}
+        chosen = sorted(free, key=lambda o: (-bucket[o], o))[: len(misses)]
+        boundary = min((bucket[o] for o in chosen), default=0)
+        victims = sorted(chosen, key=lambda o: (bucket[o] == boundary, o))
+        for victim, position in zip(victims, misses):
+            evicted = int(case.position_at_offset[window, victim])
+            if evicted >= 0:
+                out.offset_of_position[window, evicted] = -1
+        for victim, position in zip(victims, misses):
+            out.offset_of_position[window, position] = victim
+            out.position_at_offset[window, victim] = position
+            host_slot = int(case.req_to_token[case.batch_rows[b], position])
+            out.loads.append((host_slot, base + victim))
+        now = (seq_len + 32768) % 65536 - 32768
+        for offset in touched | set(victims):
+            out.last_used[window, offset] = now
+        for i, p in enumerate(topk):
+            if p >= first_in_ring:
+                out.page_table[b, i] = base + case.lru_slots + p % case.ring_slots
+            elif p >= 0:
+                out.page_table[b, i] = base + int(out.offset_of_position[window, p])
+        in_ring = sum(p >= first_in_ring for p in topk)
+        hits = sum(p in in_lru and offset_of[p] >= 0 for p in topk)
+        out.counters += torch.tensor([hits, in_ring, len(misses)])
+    return out
+
+
+SHAPES = (  # (top-k, LRU slots, ring slots, context)
+    (64, 64, 64, 300),
+    (16, 70, 3, 200),
+    (24, 192, 64, 500),
+    (100, 191, 1, 260),
+    (7, 7, 5, 64),
+    (33, 100, 64, 129),
+    (128, 1024, 64, 2000),
+)
+
+
+def random_case(seed: int, batch: int = 4, shape=None, stale: bool = False, duplicates: bool = False) -> SimpleNamespace:
+    """One layer's inputs, on the CPU: consistent tables, a ragged batch, one row of padding, one without entries.
+
+    Args:
+        stale: stamps have wrapped, as after very long runs: untouched slots may look as young as touched ones.
+        duplicates: some positions stand twice in a top-k.
+    """
+    rng = random.Random(seed)
+    k, lru_slots, ring_slots, context = shape or SHAPES[seed % len(SHAPES)]
+    windows = batch + 2
+    case = SimpleNamespace(k=k, lru_slots=lru_slots, ring_slots=ring_slots, context=context)
+    case.window_slots = lru_slots + ring_slots
+    case.offset_of_position = torch.full((windows, context), -1, dtype=torch.int16)
+    case.position_at_offset = torch.full((windows, lru_slots), -1, dtype=torch.int32)
+    case.last_used = torch.zeros((windows, lru_slots), dtype=torch.int16)
+    case.counters = torch.tensor([5, 6, 7])
+    case.ring_begin = torch.tensor([rng.randrange(context) for _ in range(windows)], dtype=torch.int32)
+    case.batch_windows = torch.tensor(rng.sample(range(windows), batch), dtype=torch.int32)
+    case.seq_lens = torch.tensor([rng.randint(1, context) for _ in range(batch)])
+    case.topk = torch.full((batch, k), -1, dtype=torch.int32)
+    for b, (window, seq_len) in enumerate(zip(case.batch_windows.tolist(), case.seq_lens.tolist())):
+        chosen = rng.sample(range(seq_len), min(rng.choice((k, k, k // 2)), seq_len))
+        if duplicates:
+            chosen = (chosen + chosen[: len(chosen) // 3])[:k]
+        for place, position in zip(rng.sample(range(k), len(chosen)), chosen):
+            case.topk[b, place] = position
+        held = rng.sample(range(context), min(context, rng.choice((lru_slots, lru_slots // 2, 0))))
+        for position, offset in zip(held, rng.sample(range(lru_slots), len(held))):
+            case.offset_of_position[window, position] = offset
+            case.position_at_offset[window, offset] = position
+        span = rng.choice((4, 40, 400))
+        ages = [1 + rng.randrange(span) for _ in range(lru_slots)]
+        if stale:
+            ages = [rng.choice((0, 0, 0, age, rng.randrange(65536))) for age in ages]
+        stamps = [(seq_len - age + 32768) % 65536 - 32768 for age in ages]
+        case.last_used[window] = torch.tensor(stamps, dtype=torch.int16)
+    if batch > 2:
+        case.batch_windows[rng.randrange(batch)] = -1
+        case.topk[rng.randrange(batch)] = -1
+    case.batch_rows = torch.tensor(rng.sample(range(batch + 3), batch), dtype=torch.int32)
+    # Few host slots, so that requests share some.
+    case.num_host_rows = 2 * context + 37
+    case.req_to_token = torch.stack(
+        [torch.tensor(rng.sample(range(case.num_host_rows), context + 5)) for _ in range(batch + 3)]
+    ).int()
+    return case

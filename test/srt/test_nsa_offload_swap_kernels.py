@@ -1,0 +1,300 @@
+"""The swap and gather kernels of decode KV offloading against plain Python, bit for bit.
+
+On a GPU where there is one; elsewhere their source runs on the CPU, where that is installed.
+"""
+
+import os
+import shutil
+import tempfile
+import unittest
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import nsa_swap_oracle as oracle
+import torch
+
+from sglang.jit_kernel import nsa_kv_offload as kernels
+from sglang.jit_kernel.utils import KERNEL_PATH
+from sglang.test.test_utils import CustomTestCase
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+SOURCES = KERNEL_PATH / "csrc" / "nsa_kv_offload"
+ROW_BYTES = (656, 1152)
+NUM_SEEDS = 300 if ON_GPU else 42
+TABLES = ("offset_of_position", "position_at_offset", "last_used", "counters", "page_table")
+
+try:
+    from sgl_cpu_ref import nsa_swap as on_cpu
+except ImportError:
+    on_cpu = None
+if shutil.which("g++") is None:
+    on_cpu = None
+if on_cpu is not None:
+    torch.set_num_threads(1)  # a forked process has no other threads
+
+
+def run_on_cpu(order="forward", seed=0, sources=SOURCES):
+    """While open, the kernels' source runs on the CPU, its threads in the given order."""
+    made = on_cpu.Kernels(sources, order, seed)
+    return mock.patch.multiple(kernels, _swap_module=made.swap_module, _gather_module=made.gather_module)
+
+
+def run_swap(case, ordered):
+    """One swap on copies of a case: every tensor by name, the queue, the loads."""
+    t = SimpleNamespace(
+        **{name: v.to(DEVICE, copy=True) for name, v in vars(case).items() if isinstance(v, torch.Tensor)}
+    )
+    t.queue = kernels.MissQueue(len(t.topk), case.k, case.num_host_rows, DEVICE)
+    with mock.patch.object(kernels, "ORDER_MIN_BATCH", 0 if ordered else 1 << 20):
+        t.page_table = kernels.swap_topk(
+            t.topk,
+            t.batch_windows,
+            t.batch_rows,
+            t.seq_lens,
+            t.ring_begin,
+            t.req_to_token[:, : case.context],
+            t.offset_of_position,
+            t.position_at_offset,
+            t.last_used,
+            t.counters,
+            t.queue,
+            case.ring_slots,
+            oracle.RING_WINDOW_BASE,
+            case.window_slots,
+        )
+    return t
+
+
+def run_gather(t, case, ordered, row_bytes=656, blocks=5):
+    """Gather into noise; returns the host rows, and the device rows before and after."""
+    num_device_rows = oracle.RING_WINDOW_BASE + len(case.ring_begin) * case.window_slots
+    host = torch.randint(0, 256, (case.num_host_rows, row_bytes), dtype=torch.uint8)
+    before = torch.randint(0, 256, (num_device_rows, row_bytes), dtype=torch.uint8)
+    device = before.to(DEVICE, copy=True)
+    with mock.patch.object(kernels, "ORDER_MIN_BATCH", 0 if ordered else 1 << 20):
+        kernels.gather_misses(
+            host.pin_memory() if ON_GPU else host, device, t.queue, len(case.topk), blocks
+        )
+    return host, before, device.cpu()
+
+
+class TestSwap(CustomTestCase):
+    def setUp(self):
+        if not ON_GPU and on_cpu is None:
+            self.skipTest("needs a GPU, or the kernels' source on the CPU")
+
+    def modes(self):
+        """Row order of the queue, and where the kernels run."""
+        orders = [None] if ON_GPU else ["forward", "backward", "chance"]
+        return [(ordered, order) for ordered in (False, True) for order in orders]
+
+    def on(self, order, seed=0):
+        return nullcontext() if ON_GPU else run_on_cpu(order, seed)
+
+    def compare(self, case, ordered, order, row_bytes=656, seed=0):
+        expected = oracle.swap(case)
+        with self.on(order, seed):
+            t = run_swap(case, ordered)
+            for name in TABLES:
+                got, want = getattr(t, name).cpu(), getattr(expected, name)
+                self.assertEqual(got.dtype, want.dtype, name)
+                self.assertTrue(torch.equal(got, want), f"{name}:\n{got}\nnot\n{want}")
+            self.check_queue(t, expected, ordered)
+            host, before, after = run_gather(t, case, ordered, row_bytes)
+        for host_slot, device_slot in expected.loads:
+            before[device_slot] = host[host_slot]
+        self.assertTrue(torch.equal(after, before), "rows")
+        self.assertEqual(t.queue.state.tolist(), [0, 0, 0, 0])
+        self.assertFalse(t.queue.wanted.any())
+
+    def check_queue(self, t, expected, ordered):
+        misses, listed = t.queue.state.tolist()[:2]
+        self.assertEqual(misses, len(expected.loads))
+        count = listed if ordered else misses
+        loads = list(zip(t.queue.host_slots[:count].tolist(), t.queue.device_slots[:count].tolist()))
+        bits = t.queue.wanted.cpu().numpy().view("uint8")
+        wanted = [8 * i + bit for i, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1]
+        loads += [(slot, int(t.queue.target[slot])) for slot in wanted]
+        self.assertEqual(sorted(loads), sorted(expected.loads))
+        if ordered:
+            self.assertEqual(wanted, sorted({slot for slot, _ in expected.loads}))
+
+    def test_random_cases(self):
+        for seed in range(NUM_SEEDS):
+            modes = self.modes()
+            ordered, order = modes[seed // len(oracle.SHAPES) % len(modes)]
+            with self.subTest(seed=seed, ordered=ordered, order=order):
+                case = oracle.random_case(seed, stale=seed % 3 == 0)
+                self.compare(case, ordered, order, ROW_BYTES[seed % 2], seed)
+
+    def test_serving_shapes(self):
+        """Top-k 2048 over windows of DeepSeek-V3.2's default, the least and a large size."""
+        for lru_slots in (4096, 2048, 16384):
+            for ordered in (False, True):
+                case = oracle.random_case(lru_slots, 2, (2048, lru_slots, 64, 20000))
+                self.compare(case, ordered, "chance")
+
+    def test_duplicates_share_a_slot_and_a_load(self):
+        for seed in range(12):
+            for ordered, order in self.modes():
+                case = oracle.random_case(seed, duplicates=True)
+                expected = oracle.swap(case)
+                with self.subTest(seed=seed, order=order), self.on(order, seed):
+                    t = run_swap(case, ordered)
+                    # Which of two entries claims the load decides the ranks, hence which victim it gets.
+                    self.assertEqual(t.counters.tolist(), expected.counters.tolist())
+                    self.check_tables(t)
+                    for b, window in enumerate(case.batch_windows.tolist()):
+                        if window >= 0:
+                            self.check_row(t, case, b, window)
+
+    def check_tables(self, t):
+        held = (t.offset_of_position >= 0).nonzero()
+        offsets = t.offset_of_position[held[:, 0], held[:, 1]].long()
+        self.assertTrue(torch.equal(t.position_at_offset[held[:, 0], offsets].long(), held[:, 1]))
+        self.assertEqual(len(held), int((t.position_at_offset >= 0).sum()))
+        self.assertTrue((t.offset_of_position >= -1).all())
+
+    def check_row(self, t, case, b, window):
+        base = oracle.RING_WINDOW_BASE + window * case.window_slots
+        first_in_ring = max(int(case.ring_begin[window]), int(case.seq_lens[b]) - case.ring_slots)
+        for position, slot in zip(case.topk[b].tolist(), t.page_table[b].tolist()):
+            if 0 <= position < first_in_ring:
+                self.assertEqual(slot, base + int(t.offset_of_position[window, position]))
+
+    def test_only_padding_and_no_rows(self):
+        for rows in (4, 0):
+            case = oracle.random_case(2)
+            case.batch_windows.fill_(-1)
+            for name in ("topk", "batch_windows", "seq_lens", "batch_rows"):
+                setattr(case, name, getattr(case, name)[:rows])
+            for ordered, order in self.modes():
+                self.compare(case, ordered, order)
+
+    def test_int32_lengths(self):
+        """A replayed CUDA graph has int32 lengths, an eager batch int64."""
+        case = oracle.random_case(5)
+        case.seq_lens = case.seq_lens.int()
+        self.compare(case, True, "forward")
+
+    def test_steps_keep_what_was_used_last(self):
+        """Over many steps a victim is never younger than an untouched slot that stays."""
+        case = oracle.random_case(4, 2, (24, 60, 4, 400))
+        case.ring_begin.fill_(0)
+        queue = kernels.MissQueue(2, 24, case.num_host_rows, DEVICE)
+        t = SimpleNamespace(**{n: v.to(DEVICE) for n, v in vars(case).items() if isinstance(v, torch.Tensor)})
+        with self.on("chance", 1):
+            for step in range(60):
+                t.seq_lens = torch.tensor([200 + step, 300 + step], device=DEVICE)
+                t.topk = torch.stack([torch.randperm(n)[:24] for n in (90, 196)]).int().to(DEVICE)
+                before = t.last_used.clone(), t.position_at_offset.clone()
+                kernels.swap_topk(
+                    *(t.topk, t.batch_windows, t.batch_rows, t.seq_lens, t.ring_begin, t.req_to_token),
+                    *(t.offset_of_position, t.position_at_offset, t.last_used, t.counters, queue),
+                    *(4, oracle.RING_WINDOW_BASE, case.window_slots),
+                )
+                queue.state.zero_()
+                for b, window in enumerate(case.batch_windows.tolist()):
+                    ages = (int(t.seq_lens[b]) - before[0][window].int()) % 65536
+                    buckets = torch.tensor([oracle.age_bucket(age) for age in ages.tolist()])
+                    changed = (t.position_at_offset[window] != before[1][window]).cpu()
+                    kept = (t.last_used[window] == before[0][window]).cpu() & ~changed
+                    if changed.any() and kept.any():
+                        self.assertGreaterEqual(int(buckets[changed].min()), int(buckets[kept].max()))
+            self.check_tables(t)
+
+
+@unittest.skipIf(on_cpu is None or ON_GPU, "needs the kernels' source on the CPU")
+class TestFaults(CustomTestCase):
+    """Each fault in the kernels' source must change a result, in some order of the threads."""
+
+    FAULTS = {
+        "padding owns a window": ("swap.cuh", "if (window < 0) {", "if (window < -1) {"),
+        "ring taken for older rows": ("swap.cuh", "= ring_begin > seq_len - params.ring_slots ?", "= true ?"),
+        "ring before the window's own rows": ("swap.cuh", "= ring_begin > seq_len - params.ring_slots ?", "= false ?"),
+        "a hit is evicted": ("swap.cuh", "marks[offsets[e]] = kTouched;", ""),
+        "a hit stays old": ("swap.cuh", "      last_used[offsets[e]] = now;\n      ++num_hits;", "      ++num_hits;"),
+        "a load stays old": (
+            "swap.cuh",
+            "    last_used[offsets[e]] = now;\n    page_table",
+            "    page_table",
+        ),
+        "youngest first": ("swap.cuh", "bucket > boundary", "bucket < boundary"),
+        "evicted position kept": ("swap.cuh", "if (evicted[e] >= 0) offset_of[evicted[e]] = kAbsent;", ""),
+        "new position not entered": ("swap.cuh", "position_at[offsets[e]] = positions[e];", ""),
+        "host slot of another row": ("swap.cuh", "params.batch_rows[row] * params.row_stride", "row * params.row_stride"),
+        "ranks off by one": ("swap.cuh", "rank = misses.before;", "rank = misses.before > 0 ? misses.before - 1 : 0;"),
+        "ring of another size": ("swap.cuh", "positions[e] % params.ring_slots", "positions[e] % (params.ring_slots + 1)"),
+        "no barrier before the victims": ("swap.cuh", "passes above\n  __syncthreads();", "passes above\n"),
+        "no barrier in the scan": ("swap.cuh", "sums[warp] = upto;\n  __syncthreads();", "sums[warp] = upto;\n"),
+        "no barrier after the marks": (
+            "swap.cuh",
+            "reinterpret_cast<uint32_t*>(marks)[i] = 0;\n  __syncthreads();",
+            "reinterpret_cast<uint32_t*>(marks)[i] = 0;\n",
+        ),
+        "no barrier after the histogram": (
+            "swap.cuh",
+            "__popc(peers));\n    }\n  }\n  __syncthreads();",
+            "__popc(peers));\n    }\n  }\n",
+        ),
+        "duplicates claim twice": ("swap.cuh", "const bool claims =", "const bool claims = true ||"),
+        "a shared row dropped": ("swap.cuh", "index = atomicAdd(&queue.state[kListed], 1);", "return;"),
+        "a row's end not copied": ("gather.cuh", "kSteps = (kUnits + 31) / 32", "kSteps = kUnits / 32"),
+        "bits left behind": ("gather.cuh", "if (word != 0) params.queue.wanted[word_index] = 0;", ""),
+        "queue not emptied": ("gather.cuh", "queue.state[i] = 0;", ";"),
+        "last rows of the list dropped": ("gather.cuh", "first < listed; first +=", "first + kRows <= listed; first +="),
+        "list forgotten when ordered": ("gather.cuh", "  gather_listed<kRowBytes, kRows>(params, listed);", "  if (queue.wanted == nullptr) gather_listed<kRowBytes, kRows>(params, listed);"),
+        "last piece dropped": ("gather.cuh", "(params.num_host_rows + kPieceSlots - 1) / kPieceSlots", "params.num_host_rows / kPieceSlots"),
+        "host and device slot swapped": ("gather.cuh", "static_cast<int64_t>(device_slots[i]) * kRowBytes", "static_cast<int64_t>(host_slots[i]) * kRowBytes"),
+    }
+
+    def test_each_fault_is_caught(self):
+        for name, (file, old, new) in self.FAULTS.items():
+            with self.subTest(name), tempfile.TemporaryDirectory() as folder:
+                sources = Path(folder) / "sources"
+                shutil.copytree(SOURCES, sources)
+                text = (sources / file).read_text()
+                self.assertIn(old, text)
+                (sources / file).write_text(text.replace(old, new))
+                made = on_cpu.Kernels(sources)
+                made.swap_module(64), made.gather_module(656)  # a fault compiles
+                self.assertTrue(self.is_caught(sources), "not caught")
+
+    def test_nothing_is_caught_without_a_fault(self):
+        self.assertFalse(self.is_caught(SOURCES))
+
+    def is_caught(self, sources):
+        """In a process of its own: a fault may write anywhere."""
+        child = os.fork()
+        if child == 0:
+            caught = True
+            try:
+                caught = self.find(sources)
+            finally:
+                os._exit(1 if caught else 0)
+        return os.waitpid(child, 0)[1] != 0
+
+    def find(self, sources):
+        test = TestSwap()
+        for seed in range(14):
+            for order in ("forward", "backward", "chance"):
+                test.on = lambda order, seed=0: run_on_cpu(order, seed, sources)
+                case = oracle.random_case(seed, 4, None, seed % 3 == 0)
+                try:
+                    for ordered in (True, False):
+                        test.compare(case, ordered, order, ROW_BYTES[seed % 2], seed)
+                    doubled = oracle.random_case(seed, duplicates=True)
+                    with test.on(order, seed):
+                        t = run_swap(doubled, False)
+                    test.check_tables(t)
+                    test.assertEqual(t.counters.tolist(), oracle.swap(doubled).counters.tolist())
+                except (AssertionError, RuntimeError, IndexError):
+                    return True
+        return False
+
+
+if __name__ == "__main__":
+    unittest.main()
