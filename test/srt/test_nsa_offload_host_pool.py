@@ -1,8 +1,11 @@
 """The host pool of latent rows: layout, size, and what happens when memory is short."""
 
+import ctypes
 import gc
+import mmap
 import os
 import tempfile
+import threading
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,6 +195,15 @@ class FakeDriver:
         return error
 
 
+def resident(address, size):
+    """Whether each page of ``[address, address + size)`` has memory behind it."""
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if size and libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return [bool(page & 1) for page in pages]
+
+
 class TestRegistration(CustomTestCase):
     def pinned(self, driver, nbytes, chunk_bytes):
         patcher = mock.patch.object(torch.cuda, "cudart", return_value=driver)
@@ -226,6 +238,63 @@ class TestRegistration(CustomTestCase):
                 self.assertEqual(len(driver.calls), fails_at)
                 self.assertEqual(driver.live, {})
                 self.assertEqual(driver.error, 0, "the next kernel launch would find it")
+
+    def test_pages_are_touched_before_they_are_registered(self):
+        """Each chunk is resident when it is registered; the next one is not yet."""
+        page, chunk, nbytes = mmap.PAGESIZE, 8 * mmap.PAGESIZE, 20 * mmap.PAGESIZE
+        end = []
+
+        class Driver(FakeDriver):
+            def cudaHostRegister(self, address, size, flags):
+                end.append(end[-1] if end else address + nbytes)
+                assert all(resident(address, size)), "left to the driver's one thread"
+                left = end[-1] - address - size
+                assert not any(resident(address + size, left)), "touched too early"
+                return super().cudaHostRegister(address, size, flags)
+
+        with mock.patch.object(host_memory, "TOUCH_PIECE_BYTES", 3 * page):
+            self.pinned(Driver(), nbytes, chunk).close()
+        self.assertEqual(len(end), 3)
+
+    def test_threads_touch_at_the_same_time(self):
+        touch, both = PinnedBuffer._touch, threading.Barrier(2, timeout=30)
+
+        def meet(buffer, start, end):
+            both.wait()  # broken, and so an error, where one thread does all
+            return touch(buffer, start, end)
+
+        page = mmap.PAGESIZE
+        with (
+            mock.patch.object(host_memory, "TOUCH_PIECE_BYTES", page),
+            mock.patch.object(host_memory, "_touch_threads", return_value=2),
+            mock.patch.object(PinnedBuffer, "_touch", meet),
+        ):
+            self.pinned(FakeDriver(), 4 * page, 4 * page).close()
+
+    def test_progress(self):
+        for shown in (False, True):
+            for fails_at in (None, 1):
+                driver, bar = FakeDriver(fails_at), mock.MagicMock()
+                with (
+                    mock.patch.object(host_memory, "tqdm", return_value=bar) as made,
+                    mock.patch.object(host_memory, "TOUCH_PIECE_BYTES", 4096),
+                    mock.patch.object(torch.cuda, "cudart", return_value=driver),
+                ):
+                    if fails_at is None:
+                        PinnedBuffer(10_000, True, 8192, show_progress=shown).close()
+                    else:
+                        with self.assertRaises(RuntimeError):
+                            PinnedBuffer(10_000, True, 8192, show_progress=shown)
+                self.assertEqual(made.call_args.kwargs["total"], 10_000)
+                self.assertEqual(made.call_args.kwargs["disable"], not shown)
+                steps = [call.args[0] for call in bar.update.call_args_list]
+                self.assertEqual(steps, [4096, 4096, 1808])
+                bar.__exit__.assert_called_once()
+
+    def test_threads_of_this_process(self):
+        for cores, threads in ((1, 1), (3, 3), (96, host_memory.MAX_TOUCH_THREADS)):
+            with mock.patch.object(os, "sched_getaffinity", return_value=range(cores)):
+                self.assertEqual(host_memory._touch_threads(), threads)
 
     def test_unregistered_when_dropped_and_at_exit(self):
         driver = FakeDriver()

@@ -26,7 +26,9 @@ def attach_nsa_kv_offload(model_runner: "ModelRunner") -> None:
     device_pool = model_runner.token_to_kv_pool
     sizes = device_pool.sizes
     pin_memory = torch.device(device_pool.device).type != "cpu"
-    host_pool = NSAKVOnlyTokenToKVPoolHost(device_pool, pin_memory)
+    host_pool = NSAKVOnlyTokenToKVPoolHost(
+        device_pool, pin_memory, show_progress=model_runner.tp_rank == 0
+    )
     device_pool.host_pool = host_pool
     model_runner.req_to_token_pool.sparse_coordinator = NSAOffloadCoordinator(
         sizes,

@@ -24,11 +24,17 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
         row_bytes: bytes of one token in one layer (656 for fp8, 1152 for bf16).
         layer_ptrs: ``[layer_num]`` uint64 on the device, address of each layer's first row.
 
+    Args:
+        show_progress: draw a bar while the memory is pinned.
+
     Raises:
         ValueError: more memory asked for than the machine or its cgroup has free.
     """
 
-    def __init__(self, device_pool: NSATokenToKVPool, pin_memory: bool):
+    def __init__(
+        self, device_pool: NSATokenToKVPool, pin_memory: bool, show_progress: bool = False
+    ):
+        self._show_progress = show_progress
         super().__init__(
             device_pool,
             host_to_device_ratio=1.0,
@@ -56,7 +62,11 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
         return self.row_bytes * self.layer_num
 
     def init_kv_buffer(self) -> torch.Tensor:
-        self._buffer = PinnedBuffer(self.size * self.size_per_token, self.pin_memory)
+        self._buffer = PinnedBuffer(
+            self.size * self.size_per_token,
+            self.pin_memory,
+            show_progress=self._show_progress,
+        )
         return self._buffer.tensor.view(self.dtype).view(
             self.layer_num, self.size, 1, self.kv_cache_dim
         )
