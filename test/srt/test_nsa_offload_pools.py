@@ -388,6 +388,7 @@ class TestConfigurator(CustomTestCase):
         tokens, sizes = result.max_total_num_tokens, result.offload
         self.assertEqual(tokens % PAGE, 0)
         self.assertLessEqual(sizes.device_bytes(tokens), available)
+        self.slot_limit = result.slot_limit
         return tokens, sizes
 
     def test_memory_is_used_to_the_last_page(self):
@@ -440,6 +441,28 @@ class TestConfigurator(CustomTestCase):
         tokens, sizes = self.sized(max_total_tokens=500)
         self.assertEqual(tokens, 512)
         self.assertEqual(sizes.staging_slots, 8 * PAGE)
+
+    def test_what_limits_the_slots(self):
+        for limit, more in (
+            ("device_memory", {}),
+            ("device_memory", {"max_total_tokens": 10**9}),
+            ("device_memory", {"config": '{"host_size_gb": 99}'}),
+            ("max_total_tokens", {"max_total_tokens": 500}),
+            ("max_total_tokens", {"max_total_tokens": 500, "config": '{"host_size_gb": 99}'}),
+            ("host_memory", {"config": '{"host_size_gb": 0.03}'}),
+            ("host_memory", {"config": '{"host_ratio": 0.5}'}),
+            ("host_memory", {"max_total_tokens": 500, "config": '{"host_size_gb": 0.0005}'}),
+        ):
+            with self.subTest(limit=limit, **more):
+                self.sized(**more)
+                self.assertEqual(self.slot_limit, limit)
+
+    def test_slots_that_fit_do_not_ask_the_machine(self):
+        tokens, _ = self.sized()
+        self.host_free = 0
+        configurator = self.configurator()
+        self.assertEqual(configurator.fit_slots(int(0.1e9)), tokens)
+        self.assertEqual(configurator.sizes.num_windows, 9)
 
     def test_too_little_device_memory(self):
         with self.assertRaises(ValueError) as caught:

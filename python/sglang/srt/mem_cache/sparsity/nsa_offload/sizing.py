@@ -28,6 +28,10 @@ MAX_DERIVED_REQUESTS = 256
 # Sizes of the page the allocator hands out and of the index key of one token and layer.
 INDEX_KEY_BYTES = 128 + 4
 STAGING_MAP_BYTES_PER_PAGE = 4
+# What limits the number of logical slots.
+DEVICE_MEMORY = "device_memory"
+HOST_MEMORY = "host_memory"
+MAX_TOTAL_TOKENS = "max_total_tokens"
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,10 @@ class OffloadSizes:
 
 @dataclass
 class OffloadPoolConfig(MemoryPoolConfig):
-    """SGLang's pool configuration with the sizes behind it."""
+    """SGLang's pool configuration with the sizes behind it, and what limits the slots."""
 
     offload: Optional[OffloadSizes] = None
+    slot_limit: str = DEVICE_MEMORY
 
 
 class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
@@ -126,6 +131,7 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
         self._server_args = args
         self._config = NSAKVOffloadConfig.from_server_args(args)
         self._page_size = mr.page_size
+        self._slot_limit = DEVICE_MEMORY
         self._context_len = mr.model_config.context_len
         self._ranks_on_host = max(1, args.tp_size // args.nnodes)
         # The default of the request pool leaves 4 positions for tokens in flight.
@@ -155,8 +161,24 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
             pages = min(pages, args.max_total_tokens // page + 1)
         return pages * page
 
+    @property
+    def sizes(self) -> OffloadSizes:
+        """Of this rank; windows are counted once ``fit_slots`` has run."""
+        return self._sizes
+
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> OffloadPoolConfig:
-        sizes = self._sizes
+        slots = self.fit_slots(available_bytes)
+        return self.calculate_pool_sizes_from_max_tokens(slots, page_size)
+
+    def fit_slots(self, available_bytes: int) -> int:
+        """Count the windows, and return the logical slots that fit beside them: whole pages.
+
+        The configured host memory is a limit; whether the machine has it is not asked.
+
+        Raises:
+            ValueError: windows and one page do not fit; names the setting to change.
+        """
+        sizes, page_size = self._sizes, self._page_size
         least = replace(sizes, num_windows=2).device_bytes(page_size)
         if available_bytes < least:
             raise ValueError(
@@ -178,12 +200,15 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
             )
         by_index_keys = int(left / sizes.bytes_per_token)
         limit = self._server_args.max_total_tokens
-        if limit is not None:
+        if limit is not None and limit < by_index_keys:
             # Rounded up: SGLang applies the exact limit to what is returned here.
             by_index_keys = min(by_index_keys, -(-limit // page_size) * page_size)
-        tokens = self._tokens_within_host(by_index_keys, sizes) // page_size * page_size
+            self._slot_limit = MAX_TOTAL_TOKENS
+        tokens = self._tokens_within_host(by_index_keys, sizes)
+        if tokens < by_index_keys:
+            self._slot_limit = HOST_MEMORY
         self._sizes = sizes
-        return self.calculate_pool_sizes_from_max_tokens(tokens, page_size)
+        return tokens // page_size * page_size
 
     def calculate_pool_sizes_from_max_tokens(
         self, max_total_num_tokens: int, page_size: int
@@ -195,7 +220,9 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
             * sizes.host_bytes_per_token
         )
         check_host_memory(host_bytes, self._ranks_on_host, self._host_setting())
-        return OffloadPoolConfig(max_total_num_tokens=tokens, offload=sizes)
+        return OffloadPoolConfig(
+            max_total_num_tokens=tokens, offload=sizes, slot_limit=self._slot_limit
+        )
 
     def _num_requests(self, available_bytes: int) -> int:
         args = self._server_args
