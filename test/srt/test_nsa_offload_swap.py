@@ -156,6 +156,66 @@ class TestCopies(CustomTestCase):
         self.assertEqual(pools.controller.rows_stored, 3)
 
 
+def check_arrival(module=controller):
+    """Rows count as arrived with their last layer, and no earlier."""
+    pools, events = Pools(*DTYPES[0], module), []
+    try:
+        made = pools.controller
+
+        def record(stream):
+            events.append(SimpleNamespace(done=False))
+            events[-1].query = lambda event=events[-1]: event.done
+            return events[-1]
+
+        made._record = record
+        for layer in range(LAYERS):
+            made.store_layer(layer, slots(64, 65), slots(64, 65))
+        made.write_back(slots(66), slots(66))
+        for event, arrived in zip(events, (0, 0, 2, 3)):
+            assert made.rows_arrived() == (2 if arrived == 3 else 0)
+            event.done = True
+            assert made.rows_arrived() == arrived, (made.rows_arrived(), arrived)
+        # Nobody asks for long: what is remembered is bounded, and nothing is lost.
+        for _ in range(3 * controller.MAX_OPEN_COPIES):
+            made.write_back(slots(66), slots(66))
+        assert len(made._open_copies) == controller.MAX_OPEN_COPIES
+        assert made.rows_arrived() == 3
+        for event in events:
+            event.done = True
+        assert made.rows_arrived() == made.rows_stored == 3 + 3 * controller.MAX_OPEN_COPIES
+    finally:
+        pools.close()
+
+
+class TestArrival(CustomTestCase):
+    def test_rows_arrive_with_their_last_layer(self):
+        check_arrival()
+
+    def test_copy_after_forward(self):
+        pools = Pools(*DTYPES[0])
+        self.addCleanup(pools.close)
+        source = torch.arange(6, device=DEVICE).view(2, 3)
+        target = torch.zeros((2, 3), dtype=torch.int64, pin_memory=DEVICE == "cuda")
+        for _ in range(2):  # before any forward, and after one
+            target.zero_()
+            event = pools.controller.copy_after_forward(target, source)
+            torch.get_device_module(DEVICE).synchronize()
+            self.assertTrue(event.query())
+            self.assertTrue(torch.equal(target, source.cpu()))
+            pools.controller.forward_begin()
+
+    def test_faults_are_seen(self):
+        for name, (old, new) in {
+            "first layer for the last": ("self._open_copies.pop()\n", "return\n"),
+            "layers counted as copies": ("            self._open_copies.pop()\n", "            pass\n"),
+            "asked of the newest": ("self._open_copies[0][1].query()", "self._open_copies[-1][1].query()"),
+            "not asked": ("self._open_copies[0][1].query()", "True"),
+            "prompts forgotten": ("self.rows_stored += host_slots.numel()\n        self._note_copy()\n\n    def write_back", "self.rows_stored += host_slots.numel()\n\n    def write_back"),
+        }.items():  # fmt: skip
+            with self.subTest(name), self.assertRaises((AssertionError, IndexError)):
+                check_arrival(oracle.mutated(controller, old, new))
+
+
 class Decode:
     """Requests that decode through the adaptor; attention reads only rows it was given.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Optional
 
 import torch
@@ -9,6 +10,10 @@ from sgl_kernel.kvcacheio import transfer_kv_all_layer_mla, transfer_kv_per_laye
 
 from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
+
+
+# Copies to the host whose end is not known yet; older ones are covered by newer ones.
+MAX_OPEN_COPIES = 64
 
 
 class SparseCacheController:
@@ -42,6 +47,9 @@ class SparseCacheController:
         self._stored: Optional[torch.Event] = None
         # Rows sent to the host; the host's own counts, so reading them costs nothing.
         self.rows_stored = 0
+        self._rows_arrived = 0
+        # (rows_stored at the copy, its event), oldest first.
+        self._open_copies: deque[tuple[int, torch.Event]] = deque(maxlen=MAX_OPEN_COPIES)
 
     def load_layer(
         self, layer: int, host_slots: torch.Tensor, device_slots: torch.Tensor
@@ -78,6 +86,7 @@ class SparseCacheController:
             self._stored = self._record(self._store_stream)
         if layer == 0:
             self.rows_stored += host_slots.numel()
+        self._note_copy()
 
     def write_back(self, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
         """Copy rows of all layers to the host: the new rows of a decode step.
@@ -99,6 +108,24 @@ class SparseCacheController:
             )
             self._stored = self._record(self._store_stream)
         self.rows_stored += host_slots.numel()
+        self._note_copy()
+
+    def rows_arrived(self) -> int:
+        """Rows of ``rows_stored`` known to be on the host; asks events and does not block."""
+        while self._open_copies and self._open_copies[0][1].query():
+            self._rows_arrived = self._open_copies.popleft()[0]
+        return self._rows_arrived
+
+    def copy_after_forward(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event:
+        """Queue a small copy to pinned memory after the forwards launched so far.
+
+        Returns:
+            The event behind it: until it is done ``target`` belongs to the copy.
+        """
+        stream = self._forward_stream or self._module.current_stream()
+        with self._module.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return self._record(stream)
 
     def forward_begin(self) -> None:
         """Order every copy to the host issued so far before the forward about to be queued.
@@ -146,3 +173,9 @@ class SparseCacheController:
         event = self._module.Event()
         event.record(stream)
         return event
+
+    def _note_copy(self) -> None:
+        """Remember the newest event of ``rows_stored``: a prompt's rows end with its last layer."""
+        if self._open_copies and self._open_copies[-1][0] == self.rows_stored:
+            self._open_copies.pop()
+        self._open_copies.append((self.rows_stored, self._stored))
