@@ -526,6 +526,12 @@ class TestCheck:
         assert "pool.py: differs from the series" in repo.fails("check")
 
 
+POOL_HUNK = (
+    f"diff --git a/{POOL} b/{POOL}\n--- a/{POOL}\n+++ b/{POOL}\n"
+    "@@ -1,2 +1,2 @@\n def pool():\n-    return 1\n+    return 2\n"
+)
+
+
 class TestCount:
     def test_budget_without_fixes(self, repo):
         repo.two_patches()
@@ -534,6 +540,21 @@ class TestCount:
         assert "1 files, 2 lines" in said and "HiSparse: 22 files, about 645 lines" in said
         assert "over the budget" in repo.fails("count", "--max-lines", "1")
         assert "over the budget" in repo.fails("count", "--max-files", "0")
+
+    def test_a_patch_apart(self, repo):
+        repo.series("01-args", "02-pool", "03-args-again")
+        repo.patch("01-args", header("A") + hunk(ARGS, "line_5 = 5", "line_5 = 50", line=5))
+        repo.patch("02-pool", header("P") + POOL_HUNK)
+        repo.patch("03-args-again", header("B") + hunk(ARGS, "line_20 = 20", "line_20 = 0", line=20))
+        said = repo.run("count", "--apart", "02-pool")
+        assert "this series: 1 files, 4 lines" in said and "apart, 02-pool: 1 files, 2 lines" in said
+        said = repo.run("count", "--apart", "01-args")
+        assert "this series: 2 files, 4 lines" in said and "apart, 01-args: 1 files, 2 lines" in said
+        assert "this series: 2 files, 6 lines" in repo.run("count")
+        for option in ("--apart-files", "--apart-lines"):
+            assert "02-pool: 1 files" in repo.fails("count", "--apart", "02-pool", option, "0")
+        assert "over the budget" in repo.fails("count", "--apart", "02-pool", "--max-lines", "3")
+        assert "no such patch" in repo.fails("count", "--apart", "09-none")
 
 
 def test_this_repository():

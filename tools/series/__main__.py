@@ -82,13 +82,21 @@ def _check(project: Project, args) -> None:
 
 
 def _count(project: Project, args) -> None:
-    counts = count.count(project)
+    counts = count.count(project, args.apart)
     print(count.table(counts))
+    _within("the series", counts, args.max_files, args.max_lines)
+    if args.apart:
+        counts = count.count_apart(project, args.apart)
+        print(count.table_apart(args.apart, counts))
+        _within(args.apart, counts, args.apart_files, args.apart_lines)
+
+
+def _within(what: str, counts, max_files: int, max_lines: int) -> None:
     files, lines = count.totals(counts)
-    if files > args.max_files or lines > args.max_lines:
+    if files > max_files or lines > max_lines:
         raise SeriesError(
-            f"{files} files and {lines} lines are over the budget of "
-            f"{args.max_files} files and {args.max_lines} lines"
+            f"{what}: {files} files and {lines} lines are over the budget of "
+            f"{max_files} files and {max_lines} lines"
         )
 
 
@@ -146,6 +154,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("count", _count, "count touched upstream files and lines")
     sub.add_argument("--max-files", type=int, default=10)
     sub.add_argument("--max-lines", type=int, default=100)
+    sub.add_argument("--apart", metavar="PATCH", help="count this patch by itself")
+    sub.add_argument("--apart-files", type=int, default=2)
+    sub.add_argument("--apart-lines", type=int, default=25)
     return parser
 
 

@@ -4,19 +4,39 @@ import tempfile
 from pathlib import Path
 
 from . import git, stack
+from .patch import Patch
 from .project import Project
 
 PEER = "HiSparse: 22 files, about 645 lines"
 
 
-def count(project: Project) -> dict[str, tuple[int, int]]:
+def count(project: Project, apart: str | None = None) -> dict[str, tuple[int, int]]:
     """Return lines added and removed by upstream path, fixes of the base aside.
 
-    It is the net difference between the base with its fixes and the whole series.
+    It is the net difference between the base with its fixes and the whole series, or the
+    series without the patch `apart`.
     """
-    states = stack.fold(project.base, project.series)
+    states = stack.fold(project.base, _without(project, apart))
     fixes = sum(item.is_fix for item in project.series)
-    before, after = states[fixes], states[-1]
+    return _difference(states[fixes], states[-1])
+
+
+def count_apart(project: Project, apart: str) -> dict[str, tuple[int, int]]:
+    """Return lines that the patch `apart` adds and removes, by upstream path."""
+    without = stack.fold(project.base, _without(project, apart))[-1]
+    after = stack.fold(project.base, project.series)[-1]
+    return _difference({path: project.base.read(path) for path in after} | without, after)
+
+
+def _without(project: Project, apart: str | None) -> tuple[Patch, ...]:
+    if apart is None:
+        return project.series
+    index = project.index(apart)
+    return project.series[:index] + project.series[index + 1 :]
+
+
+def _difference(before, after) -> dict[str, tuple[int, int]]:
+    """Return lines added and removed by path, from two maps of path to content."""
     changed = [path for path in after if before[path] != after[path]]
     if not changed:
         return {}
@@ -35,13 +55,22 @@ def count(project: Project) -> dict[str, tuple[int, int]]:
 
 def table(counts: dict[str, tuple[int, int]]) -> str:
     """Return `counts` as lines of text, with the sum and the peer's figures."""
+    files, changed = totals(counts)
+    said = f"this series: {files} files, {changed} lines (fixes of the base aside)"
+    return "\n".join([*_rows(counts), said, PEER])
+
+
+def table_apart(apart: str, counts: dict[str, tuple[int, int]]) -> str:
+    """Return the same of a patch that is counted apart."""
+    files, changed = totals(counts)
+    return "\n".join([*_rows(counts), f"apart, {apart}: {files} files, {changed} lines"])
+
+
+def _rows(counts: dict[str, tuple[int, int]]) -> list[str]:
     lines = [f"{'added':>6} {'removed':>8}  file"]
     for path, (added, removed) in sorted(counts.items()):
         lines.append(f"{added:>6} {removed:>8}  {path}")
-    files, changed = totals(counts)
-    lines.append(f"this series: {files} files, {changed} lines (fixes of the base aside)")
-    lines.append(PEER)
-    return "\n".join(lines)
+    return lines
 
 
 def totals(counts: dict[str, tuple[int, int]]) -> tuple[int, int]:
