@@ -1,0 +1,509 @@
+"""Metrics of decode KV offloading: what is counted, when it is read, how it is named."""
+
+import json
+import logging
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import nsa_offload_oracle as oracle  # first: chooses the device
+import prometheus_client
+import torch
+from harness import environment, offload
+from harness.scheduler import InprocScheduler
+from tiny_model import TinySpec, write_checkpoint
+
+from sglang.srt.mem_cache.sparsity.nsa_offload import collector, counters, metrics, shortage
+from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+from sglang.test.test_utils import CustomTestCase
+
+LAYERS = 2
+SIZES = OffloadSizes(
+    num_windows=5,
+    window_slots=192,
+    lru_slots=128,
+    staging_slots=0,
+    num_layers=LAYERS,
+    row_bytes=656,
+    max_context=516,
+    page_size=64,
+)
+LIMIT = shortage.HOST_MEMORY
+
+
+class FakeController:
+    """Copies are done when ``finish`` is called, as on a busy GPU."""
+
+    def __init__(self):
+        self.rows_stored, self.arrived, self.copies, self.events = 0, 0, [], []
+
+    def rows_arrived(self):
+        return self.arrived
+
+    def copy_after_forward(self, target, source):
+        self.copies.append((target, source.clone()))
+        event = mock.Mock()
+        event.query.return_value = False
+        event.synchronize.side_effect = AssertionError("metrics waited for the GPU")
+        self.events.append(event)
+        return event
+
+    def finish(self):
+        target, value = self.copies[-1]
+        target.copy_(value)
+        self.events[-1].query.return_value = True
+
+
+class World:
+    """A scheduler's parts, as far as metrics read them; modules may carry a fault."""
+
+    def __init__(self, **faulty):
+        self.metrics_module = faulty.get("metrics", metrics)
+        self.collector_module = faulty.get("collector", collector)
+        self.controller = FakeController()
+        self.counters = torch.zeros((LAYERS, 3), dtype=torch.int64)
+        coordinator = SimpleNamespace(
+            lru=SimpleNamespace(counters=self.counters),
+            controller=self.controller,
+            sizes=SIZES,
+            windows=SimpleNamespace(num_windows=5, num_free=2),
+            host_pool=SimpleNamespace(size=704, size_per_token=LAYERS * 656),
+            token_to_kv_pool=SimpleNamespace(size=640),
+        )
+        runner = SimpleNamespace(memory_pool_config=SimpleNamespace(slot_limit=LIMIT))
+        self.scheduler = SimpleNamespace(
+            req_to_token_pool=SimpleNamespace(
+                sparse_coordinator=coordinator, available_size=lambda: self.free_rows
+            ),
+            tp_worker=SimpleNamespace(model_runner=runner),
+            token_to_kv_pool_allocator=SimpleNamespace(size=640, available_size=lambda: 256),
+            waiting_queue=[],
+            running_batch=SimpleNamespace(reqs=[1, 2, 3], batch_is_full=False),
+            max_running_requests=4,
+        )
+        self.free_rows = 1
+        self.now = 100.0
+        for name, module in (("CounterSampler", "counters"), ("queued_requests", "shortage")):
+            if module in faulty:
+                setattr(self.metrics_module, name, getattr(faulty[module], name))
+        self.metrics = self.metrics_module.OffloadMetrics(self.scheduler)
+
+    def count(self, *layers):
+        """Add (LRU hits, ring hits, misses) of each layer."""
+        self.counters += torch.tensor(layers)
+
+    def read(self, seconds=10.0, finish=True, reader=None):
+        """One report; the copy it queues is done at once, or not."""
+        reader = reader or self.metrics.for_publishing
+        self.now += seconds
+        with mock.patch.object(self.metrics_module.time, "perf_counter", lambda: self.now):
+            stats = reader()
+        if finish:
+            self.controller.finish()
+        return stats
+
+    def read_by(self, made):
+        """One report through the collector."""
+        self.read(reader=lambda: made.log_stats(None))
+
+
+def check_late_but_exact(**faulty):
+    world = World(**faulty)
+    world.count((60, 10, 30), (50, 0, 50))
+    assert world.read(finish=False).hit_rate is None, "nothing has arrived yet"
+    world.count((1000, 1000, 0), (1000, 1000, 0))
+    assert world.read(finish=False).hit_rate is None
+    assert len(world.controller.copies) == 1, "a buffer was given to two copies"
+    world.controller.finish()
+    stats = world.read()
+    assert stats.entries == [[60, 10, 30], [50, 0, 50]]
+    assert world.read().entries == [[1060, 1010, 30], [1050, 1000, 50]]
+
+
+def check_rates(**faulty):
+    world = World(**faulty)
+    world.read()
+    world.count((60, 10, 30), (50, 0, 50))
+    world.controller.rows_stored = 7
+    world.read()
+    world.count((90, 6, 4), (100, 0, 0))
+    world.controller.rows_stored = 27
+    world.controller.arrived = 20
+    stats = world.read(seconds=2.0)
+    assert stats.layer_hit_rates == [0.7, 0.5] and stats.hit_rate == 0.6
+    assert stats.to_device_bytes == 80 * 656
+    assert stats.to_device_rate == 80 * 656 / 10.0
+    assert stats.to_host_bytes == 27 * LAYERS * 656
+    assert stats.to_host_rate == 20 * LAYERS * 656 / 2.0
+    assert (stats.rows_issued, stats.rows_done, stats.backlog) == (27, 20, 7)
+    # The last interval alone, not the sums.
+    stats = world.read()
+    assert stats.layer_hit_rates == [0.96, 1.0] and stats.hit_rate == 0.98
+    assert stats.to_device_rate == 4 * 656 / 2.0
+    assert world.read().hit_rate is None, "an interval without a step has no rate"
+
+
+def check_pools(**faulty):
+    stats = World(**faulty).read()
+    assert (stats.host_rows, stats.host_rows_used) == (640, 384)
+    assert (stats.windows, stats.windows_used) == (5, 3)
+
+
+def check_shortage(**faulty):
+    def lack(world):
+        return {name: count for name, count in world.read().queued.items() if count}
+
+    world = World(**faulty)
+    scheduler = world.scheduler
+    assert lack(world) == {}
+    scheduler.waiting_queue = [1, 2]
+    assert lack(world) == {"nothing": 2}
+    scheduler.running_batch.batch_is_full = True
+    assert lack(world) == {LIMIT: 2}
+    world.free_rows = 0  # the last row is a prompt's in prefill
+    assert lack(world) == {"window": 2}
+    world.free_rows = 1
+    scheduler.running_batch.reqs = [1, 2, 3, 4]
+    assert lack(world) == {"window": 2}
+
+    # A decode node: it has more rows than windows.
+    rows = [3]
+    entry = SimpleNamespace(waiting_for_input=True)
+    buffers = [3]
+    scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
+        queue=[entry, entry, SimpleNamespace(waiting_for_input=False)],
+        retracted_queue=[1],
+        req_to_token_pool=SimpleNamespace(available_size=lambda: rows[0]),
+        req_to_metadata_buffer_idx_allocator=SimpleNamespace(available_size=lambda: buffers[0]),
+    )
+    assert lack(world) == {"window": 2, LIMIT: 3, "nothing": 1}
+    buffers[0] = 0
+    assert lack(world) == {"window": 2, LIMIT: 1, "metadata_buffer": 2, "nothing": 1}
+    rows[0] = 0
+    assert lack(world) == {"window": 2, LIMIT: 1, "request_row": 2, "nothing": 1}
+    scheduler.running_batch.reqs = [1]
+    assert lack(world) == {LIMIT: 1, "request_row": 2, "nothing": 3}
+
+
+def check_retracted(**faulty):
+    world = World(**faulty)
+    world.metrics.count_retracted(2)
+    world.metrics.count_retracted(1)
+    assert world.read().retracted == {**dict.fromkeys(shortage.RESOURCES, 0), LIMIT: 3}
+
+
+def check_log(**faulty):
+    world = World(**faulty)
+    world.scheduler.waiting_queue = [1]
+    world.scheduler.running_batch.reqs = [1, 2, 3, 4]
+    with mock.patch.object(world.metrics_module.time, "perf_counter", lambda: world.now):
+        assert "offload hit rate: n/a" in world.metrics.log_text()
+        world.controller.finish()
+        world.count((60, 10, 30), (50, 0, 50))
+        world.metrics.log_text()
+        world.controller.finish()
+        world.controller.rows_stored = 9
+        text = world.metrics.log_text()
+        world.controller.rows_stored = 10
+        assert world.metrics.for_publishing().rows_issued == 9, "one reading a report"
+        assert world.metrics.for_publishing().rows_issued == 10, "no line was logged"
+    for words in (
+        "offload hit rate: 0.600",
+        "h2d: ",
+        "d2h: ",
+        "#window: 3/5",
+        "#host row: 384/640",
+        "write-back backlog: 9 rows",
+        "queued for window: 1",
+    ):
+        assert words in text, (words, text)
+
+
+class FakeMetric:
+    """Stands in for a Prometheus metric; all values of a process by name and labels."""
+
+    values = {}
+
+    def __init__(self, name="", documentation="", labelnames=(), **kwargs):
+        self.name, self.labelnames = name, tuple(labelnames)
+
+    def labels(self, **labels):
+        assert set(labels) == set(self.labelnames), (self.name, labels)
+        key = self.name.removeprefix(collector.PREFIX)
+        key += "".join(f" {v}" for k, v in labels.items() if k != "model_name")
+        return SimpleNamespace(set=lambda v: self._set(key, v), inc=lambda v: self._inc(key, v))
+
+    def _set(self, key, value):
+        self.values[key] = value
+
+    def _inc(self, key, value):
+        assert value >= 0, "a counter fell"
+        self.values[key] = self.values.get(key, 0) + value
+
+
+def check_names(**faulty):
+    world = World(**faulty)
+    def init(self, labels):
+        self.labels = labels
+
+    with (
+        mock.patch.multiple(prometheus_client, Gauge=FakeMetric, Counter=FakeMetric),
+        mock.patch.multiple(SchedulerMetricsCollector, __init__=init, log_stats=mock.DEFAULT),
+        mock.patch.dict(FakeMetric.values, clear=True) as values,
+    ):
+        made = world.collector_module.OffloadMetricsCollector(
+            world.metrics, labels={"model_name": "tiny"}
+        )
+        world.read()
+        world.count((60, 10, 30), (50, 0, 50))
+        world.read()
+        world.metrics.count_retracted(4)
+        world.controller.rows_stored, world.controller.arrived = 9, 5
+        world.scheduler.waiting_queue = [1, 2]
+        for _ in range(2):  # counters must not grow by being published again
+            world.read_by(made)
+        world.count((2, 0, 1), (0, 0, 3))
+        world.read()
+        world.read_by(made)
+        ours = dict(values)
+    expected = {
+        "hit_rate": 2 / 6,
+        "layer_hit_rate 0": 2 / 3,
+        "layer_hit_rate 1": 0.0,
+        "copy_bytes_per_second h2d": 4 / 10.0 * 656,
+        "copy_bytes_per_second d2h": 0.0,
+        "host_rows": 640,
+        "host_rows_used": 384,
+        "windows": 5,
+        "windows_used": 3,
+        "write_back_backlog_rows": 4,
+        "topk_entries_total 0 lru_hit": 62,
+        "topk_entries_total 0 ring_hit": 10,
+        "topk_entries_total 0 miss": 31,
+        "topk_entries_total 1 lru_hit": 50,
+        "topk_entries_total 1 ring_hit": 0,
+        "topk_entries_total 1 miss": 53,
+        "copied_bytes_total h2d": 84 * 656,
+        "copied_bytes_total d2h": 9 * LAYERS * 656,
+        "write_back_rows_total issued": 9,
+        "write_back_rows_total done": 5,
+    }
+    for resource in shortage.RESOURCES:
+        expected[f"queued_requests {resource}"] = 2 if resource == "nothing" else 0
+        expected[f"retracted_requests_total {resource}"] = 4 if resource == LIMIT else 0
+    assert ours == expected, {k for k in {*ours, *expected} if ours.get(k) != expected.get(k)}
+
+
+CHECKS = (
+    check_late_but_exact,
+    check_rates,
+    check_pools,
+    check_shortage,
+    check_retracted,
+    check_log,
+    check_names,
+)
+
+# module: name of the fault: (text, what stands there instead)
+FAULTS = {
+    counters: {
+        "buffer read before its copy is done": ("if not event.query():", "if False:"),
+        "copy waited for": ("time, event = self._pending", "time, event = self._pending; event.synchronize()"),
+        "asked for once only": ("self._pending = (now, event)", "self._pending = self._pending or (now, event)"),
+        "time of the reading, not of the copy": ("CounterSample(time,", "CounterSample(now,"),
+        "previous sample lost": ("self.previous = self.latest", "pass"),
+        "ring hits for misses": ("sum(layer[2]", "sum(layer[1]"),
+    },
+    metrics: {
+        "ring hits forgotten": ("layer[0] + layer[1]", "layer[0]"),
+        "sums for the last interval": ("[new - old for", "[new for"),
+        "hits copied": ("sum(layer[2] for layer in entries)", "sum(layer[0] for layer in entries)"),
+        "bytes of one layer to the host": ("to_host = controller.rows_stored * sizes.host_bytes_per_token", "to_host = controller.rows_stored * sizes.row_bytes"),
+        "rate over all time": ("(to_host - before.to_host_bytes)", "to_host"),
+        "rows as a rate": ("_miss_rate(latest, previous) * sizes.row_bytes", "_miss_rate(latest, previous)"),
+        "free for used rows": ("allocator.size - allocator.available_size()", "allocator.available_size()"),
+        "free for used windows": ("coordinator.windows.num_windows - coordinator.windows.num_free", "coordinator.windows.num_free"),
+        "all windows free": ("windows=coordinator.windows.num_windows", "windows=coordinator.windows.num_free"),
+        "issued for done": ("rows_done=controller.rows_arrived()", "rows_done=controller.rows_stored"),
+        "retractions overwritten": ("[self._slot_limit] += num", "[self._slot_limit] = num"),
+        "read again for publishing": ("self._published = False", "pass"),
+        "never read again": ("self._published = True\n        return", "return"),
+    },
+    shortage: {
+        "a full batch lacks slots": (" or _windows_are_taken(scheduler)", ""),
+        "rows of prompts forgotten": ("scheduler.req_to_token_pool.available_size() <= 0 or ", ""),
+        "full flag not looked at": ("slot_limit if scheduler.running_batch.batch_is_full", "slot_limit if False"),
+        "retracted forgotten": ("len(prealloc.retracted_queue)", "0"),
+        "handshakes lack slots": ("sum(entry.waiting_for_input for", "sum(True for"),
+        "rows not looked at": ("if prealloc.req_to_token_pool.available_size() <= 0:", "if False:"),
+        "buffers not looked at": ("if prealloc.req_to_metadata_buffer_idx_allocator.available_size() <= 0:", "if False:"),
+        "decode node as colocated": ("if prealloc is None:", "if True:"),
+    },
+    collector: {
+        "directions swapped": ('stats.to_device_bytes, direction="h2d"', 'stats.to_host_bytes, direction="h2d"'),
+        "rates swapped": ('stats.to_device_rate, direction="h2d"', 'stats.to_host_rate, direction="h2d"'),
+        "counted twice": ("self._last[key] = total", "pass"),
+        "results in another order": ('("lru_hit", "ring_hit", "miss")', '("ring_hit", "lru_hit", "miss")'),
+        "one layer for all": ("count, layer=layer, result", "count, layer=0, result"),
+        "done for issued": ('stats.rows_issued, state="issued"', 'stats.rows_done, state="issued"'),
+        "backlog of what is done": ("stats.backlog", "stats.rows_done"),
+        "retracted as queued": ("in stats.retracted.items()", "in stats.queued.items()"),
+    },
+}  # fmt: skip
+
+
+class TestMetrics(CustomTestCase):
+    def test_checks(self):
+        for check in CHECKS:
+            with self.subTest(check.__name__):
+                check()
+
+    def test_faults_are_seen(self):
+        for module, faults in FAULTS.items():
+            short = module.__name__.rsplit(".", 1)[1]
+            for name, (old, new) in faults.items():
+                with self.subTest(f"{short}: {name}"):
+                    parts = {"metrics": oracle.mutated(metrics, "import time", "import time")}
+                    parts[short] = oracle.mutated(module, old, new)
+                    self.assertTrue(any(self.fails(check, parts) for check in CHECKS))
+
+    @staticmethod
+    def fails(check, parts):
+        try:
+            check(**parts)
+        except AssertionError:
+            return True
+        return False
+
+    def test_server_info_is_json(self):
+        info = World().metrics.server_info()
+        self.assertEqual(json.loads(json.dumps(info)), info)
+        expected = {
+            "window_size": 128,
+            "write_back_ring": 64,
+            "windows": 5,
+            "tokens": 640,
+            "tokens_limited_by": LIMIT,
+            "host_rows": 704,
+            "host_bytes": 704 * LAYERS * 656,
+            "device_bytes": SIZES.device_bytes(640),
+            "max_running_requests": 4,
+        }
+        self.assertEqual({key: info[key] for key in expected}, expected)
+
+
+def scraped():
+    """Our metrics as the endpoint shows them: name and further labels to value."""
+    values = {}
+    for family in prometheus_client.REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name.startswith(collector.PREFIX) and not sample.name.endswith("_created"):
+                more = [sample.labels[k] for k in ("layer", "result", "direction", "state", "lack") if k in sample.labels]
+                values[" ".join([sample.name.removeprefix(collector.PREFIX), *more])] = sample.value
+    return values
+
+
+class TestServing(CustomTestCase):
+    """The real scheduler; Prometheus lets a process have one of each metric, so one engine."""
+
+    PROMPTS = offload.prompts((65, 130, 200, 300))
+
+    @classmethod
+    def setUpClass(cls):
+        cls.model = environment.MODELS / "tiny"
+        write_checkpoint(cls.model, TinySpec())
+
+    def test_flag_off(self):
+        with InprocScheduler(self.model, **offload.server_args()) as engine:
+            self.assertIsNone(engine.scheduler.nsa_offload_metrics)
+            with self.assertLogs("sglang.srt.observability", logging.INFO) as logs:
+                engine.run(self.PROMPTS[:1], 50)
+            self.assertFalse([line for line in logs.output if "offload" in line])
+            state = engine.scheduler.get_internal_state(None).internal_state
+            self.assertNotIn("decode_nsa_kv_offload", state)
+
+    def test_decode_node(self):
+        """A lone one, with the fake transfer: two decode, the others wait for what they lack."""
+        with InprocScheduler(
+            self.model,
+            disaggregation_mode="decode",
+            disaggregation_transfer_backend="fake",
+            max_running_requests=2,
+            max_total_tokens=3008,
+            **offload.server_args(),
+            **offload.offload_args(),
+        ) as engine:
+            for room in range(8):
+                engine.submit(list(range(3, 203)), 12, bootstrap_room=room)
+            lacks = []
+            while engine.unfinished():
+                engine.step()
+                metrics = engine.scheduler.nsa_offload_metrics
+                lacks.append(metrics.for_publishing().queued)
+                self.assertIn("#window: ", metrics.log_text())
+            seen = {name for lack in lacks for name, count in lack.items() if count}
+            self.assertTrue({"window", "max_total_tokens"} <= seen, seen)
+            engine.drain()
+            self.assertEqual(sum(metrics.for_publishing().queued.values()), 0)
+
+    def test_flag_on(self):
+        with InprocScheduler(
+            self.model,
+            overlap=True,
+            enable_metrics=True,
+            decode_log_interval=4,
+            max_running_requests=3,
+            **offload.server_args("fp8_e4m3"),
+            **offload.offload_args(),
+        ) as engine:
+            scheduler = engine.scheduler
+            self.assertIsInstance(scheduler.metrics_collector, SchedulerMetricsCollector)
+            parts = offload.coordinator(engine)
+            with self.assertLogs("sglang.srt.observability", logging.INFO) as logs:
+                for prompt in self.PROMPTS:
+                    engine.submit(prompt, 60)
+                engine.retract(1)
+                for _ in range(30):
+                    engine.step()
+                seen = scraped()
+                engine.drain()
+            lines = [line for line in logs.output if "Decode batch" in line]
+            self.assertTrue(all("offload hit rate: " in line for line in lines))
+            self.assertRegex(lines[-1], r"offload hit rate: 0\.\d{3}, .*#window: \d/4")
+
+            self.assertEqual(seen["windows_used"], 3)
+            self.assertEqual(seen["windows"], 4)
+            self.assertGreater(seen["host_rows_used"], 65 + 130)
+            self.assertGreater(seen["queued_requests window"], 0)
+            self.assertEqual(seen["retracted_requests_total max_total_tokens"], 1)
+            self.assertGreater(seen["copy_bytes_per_second h2d"], 0)
+
+            # Idle reports: the last copy of the counters arrives with the second.
+            for _ in range(2):
+                scheduler.metrics_collector.log_stats(scheduler.stats)
+            seen = scraped()
+            for layer, counts in enumerate(parts.lru.counters.tolist()):
+                for result, count in zip(("lru_hit", "ring_hit", "miss"), counts):
+                    self.assertGreater(count, 0)
+                    self.assertEqual(seen[f"topk_entries_total {layer} {result}"], count)
+            misses = int(parts.lru.counters[:, 2].sum())
+            self.assertEqual(seen["copied_bytes_total h2d"], misses * 656)
+            rows = parts.controller.rows_stored
+            self.assertGreaterEqual(rows, 65 + 130 + 200 + 300)
+            self.assertEqual(
+                seen["copied_bytes_total d2h"], rows * parts.sizes.host_bytes_per_token
+            )
+            self.assertEqual(seen["write_back_rows_total done"], rows)
+            self.assertEqual((seen["windows_used"], seen["host_rows_used"]), (0, 0))
+
+            state = scheduler.get_internal_state(None).internal_state
+            info = state["decode_nsa_kv_offload"]
+            self.assertEqual(json.loads(json.dumps(info)), info)
+            self.assertEqual((info["window_size"], info["windows"]), (offload.WINDOW, 4))
+            self.assertEqual(info["host_bytes"], parts.host_pool.kv_buffer.nbytes)
+            self.assertEqual(info["tokens_limited_by"], "max_total_tokens")
+
+
+if __name__ == "__main__":
+    unittest.main()

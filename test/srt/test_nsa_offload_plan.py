@@ -1,0 +1,150 @@
+"""The sizing command: its answers are the configurator's, and they are the largest that fit."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import nsa_offload_oracle  # noqa: F401  (first: chooses the device)
+
+from sglang.srt.mem_cache.sparsity.nsa_offload import plan
+from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
+from sglang.test.test_utils import CustomTestCase
+
+KV_BYTES = int(38e9)
+
+
+def ask(**more):
+    question = plan.Question(plan.DEEPSEEK_V32, "fp8_e4m3", KV_BYTES, 32768)
+    return plan.answer(dataclasses.replace(question, **more))
+
+
+def run(*argv):
+    """Exit status and all that is printed."""
+    out, status = io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            plan.main(list(argv))
+        except SystemExit as error:
+            status = error.code
+    return status, out.getvalue()
+
+
+class TestAnswer(CustomTestCase):
+    def test_as_many_as_fit_and_no_more(self):
+        for dtype in plan.DTYPES:
+            for context in (5000, 32768, 131072):
+                for node in (True, False):
+                    with self.subTest(dtype=dtype, context=context, decode_node=node):
+                        asked = {"kv_cache_dtype": dtype, "context": context, "decode_node": node}
+                        fit = ask(**asked)
+                        for side in (fit.off, fit.on):
+                            self.assertTrue(side.fits)
+                            self.assertLessEqual(side.device_bytes, KV_BYTES)
+                        more = ask(**asked, batch=fit.on.requests + 2)
+                        if fit.on.requests < 256:  # the most a server derives
+                            self.assertFalse(more.on.fits)
+                        self.assertTrue(ask(**asked, batch=fit.on.requests).on.fits)
+                        self.assertTrue(ask(**asked, batch=fit.off.requests).off.fits)
+                        self.assertFalse(ask(**asked, batch=fit.off.requests + 1).off.fits)
+
+    def test_bytes_of_deepseek(self):
+        fit = ask()
+        count = fit.on.requests
+        self.assertEqual(fit.off.request_bytes, 61 * 788 * 32768)
+        self.assertEqual(fit.on.host_bytes, 61 * 656 * (count * 32768 + 64))
+        # The formula of docs/design.md, by hand.
+        window = 61 * 656 * 4160 + 61 * (2 * (32768 + 4) + 6 * 4096) + 4096 + 4
+        tokens = count * 32768
+        self.assertEqual(
+            fit.on.device_bytes,
+            61 * 656 * 64 + (count + 1) * window + 61 * 132 * (tokens + 64) + tokens // 16,
+        )
+        self.assertEqual(ask(kv_cache_dtype="bfloat16").sizes.row_bytes, 1152)
+
+    def test_the_formula_is_not_a_copy(self):
+        before = ask().on
+        with mock.patch.object(OffloadSizes, "window_bytes", property(lambda s: 10**9)):
+            after = ask().on
+        self.assertEqual(after.requests, int(KV_BYTES / 1e9 / (1 + 32768 * 61 * 132 / 1e9)) - 1)
+        self.assertLess(after.requests, before.requests)
+
+    def test_host_memory_limits(self):
+        free, limited = ask(), ask(host_bytes=plan.HOST_RESERVE_BYTES + 8 * int(40e9))
+        self.assertEqual(limited.on.requests, int(40e9 / (61 * 656 * 32768)))
+        self.assertLess(limited.on.requests, free.on.requests)
+        self.assertEqual(limited.off.requests, free.off.requests)
+        self.assertLessEqual(limited.on.host_bytes, 40e9)
+        # What fits on the device alone is no answer.
+        asked = {"batch": free.on.requests, "host_bytes": plan.HOST_RESERVE_BYTES + int(320e9)}
+        self.assertFalse(ask(**asked).on.fits)
+
+    def test_configuration_is_heard(self):
+        small = ask(config='{"window_size": 2048}')
+        self.assertEqual(small.sizes.lru_slots, 2048)
+        self.assertGreater(small.on.requests, ask().on.requests)
+        half = ask(config='{"host_ratio": 0.5}')
+        self.assertAlmostEqual(half.on.requests, ask().on.requests / 2, delta=1)
+
+    def test_a_colocated_server_stages_a_prompt(self):
+        fit = ask(decode_node=False)
+        self.assertGreaterEqual(fit.sizes.staging_slots, 32768 + 8192)
+        self.assertLess(fit.on.requests, ask().on.requests)
+
+
+class TestCommand(CustomTestCase):
+    def test_tables(self):
+        status, text = run("--kv-memory-gib", "38", "--batch", "64", "--tp-size", "4")
+        self.assertEqual(status, 0)
+        for words in ("DeepSeek-V3.2, fp8_e4m3, decode node, TP 4; for KV 38.00 GiB a GPU",
+                      "context 32,768", "context 131,072", "64 fit", "host bytes, 4 ranks"):
+            self.assertIn(words, text)
+        fit = ask(kv_bytes=38 << 30, ranks=4)
+        line = next(x for x in text.splitlines() if x.startswith("requests that fit"))
+        self.assertEqual(line.split()[-2:], [str(fit.off.requests), str(fit.on.requests)])
+        rank, ranks = (
+            float(next(x for x in text.splitlines() if x.startswith(name)).split()[-2].replace(",", ""))
+            for name in ("host bytes a rank", "host bytes, 4 ranks")
+        )
+        self.assertAlmostEqual(ranks, 4 * rank, delta=0.05)
+
+    def test_memory_for_kv(self):
+        _, text = run("--gpu-memory-gib", "139", "--mem-fraction-static", "0.85", "--weights-gib", "81")
+        self.assertIn("for KV 37.15 GiB a GPU (139 x 0.85 - 81)", text)
+
+    def test_model_file(self):
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder, "config.json")
+            config.write_text(json.dumps({**plan.DEEPSEEK_V32, "num_hidden_layers": 3, "more": 1}))
+            for path in (folder, str(config)):
+                status, text = run("--model", path, "--kv-memory-gib", "1", "--context", "4096")
+                self.assertEqual(status, 0, text)
+                line = next(x for x in text.splitlines() if x.startswith("device bytes a request"))
+                self.assertEqual(line.split()[4], f"{788 * 3 * 4096 / 1e6:.1f}")
+
+    def test_refusals(self):
+        with tempfile.TemporaryDirectory() as folder:
+            dense = Path(folder, "config.json")
+            dense.write_text('{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 3}')
+            for argv, words in (
+                ((), "give --kv-memory-gib"),
+                (("--gpu-memory-gib", "139"), "--weights-gib"),
+                (("--kv-memory-gib", "0.1"), "are left"),
+                (("--kv-memory-gib", "38", "--config", '{"window_size": 100}'), "window_size=100"),
+                (("--kv-memory-gib", "38", "--config", "{"), "not JSON"),
+                (("--kv-memory-gib", "38", "--model", folder), "no model with DeepSeek sparse"),
+                (("--kv-memory-gib", "38", "--model", folder + "/none"), "none"),
+                (("--kv-memory-gib", "38", "--host-memory-gib", "10.001"), "host_size_gb"),
+            ):
+                with self.subTest(argv=argv):
+                    status, text = run(*argv)
+                    self.assertEqual(status, 2)
+                    self.assertIn(words, text)
+
+
+if __name__ == "__main__":
+    unittest.main()
