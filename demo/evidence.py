@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Dict, List, Optional
 
+from demo.metrics import Metrics
 from demo.pair import PairRun, Tokens
 from demo.workload import Request
 
@@ -65,7 +66,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One dtype's tokens, traffic and memory; the last two are None where the plugin saw nothing."""
+    """One dtype's tokens, traffic and memory; None where the plugin, or the endpoint, said nothing."""
 
     dtype: str
     requests: List[Request]
@@ -74,6 +75,7 @@ class Evidence:
     overlap: List[bool]
     traffic: Optional[Traffic]
     memory: Optional[Memory]
+    metrics: Optional[Metrics]
 
     @property
     def equal(self) -> List[str]:
@@ -92,7 +94,7 @@ def gather(run: PairRun, requests: List[Request]) -> Evidence:
     traffic = memory = None
     if run.trace is not None:
         traffic, memory = _traffic(run.trace), _memory(run.trace, requests)
-    return Evidence(run.dtype, requests, run.off, run.on, list(run.overlap), traffic, memory)
+    return Evidence(run.dtype, requests, run.off, run.on, list(run.overlap), traffic, memory, run.metrics)
 
 
 def _traffic(trace: Dict[str, Any]) -> Traffic:

@@ -1,11 +1,13 @@
 """The verdict: what must hold, and what is missing."""
 
-from typing import List
+from typing import List, Optional
 
 from demo.evidence import Evidence, Traffic
+from demo.metrics import Metrics
 
 LEAST_EVICTED = 20
 LEAST_TOGETHER = 16
+LEAST_SAID = 0.8
 
 
 def failures(evidence: Evidence) -> List[str]:
@@ -15,6 +17,7 @@ def failures(evidence: Evidence) -> List[str]:
         lacks.append("nothing was traced on the server with the flag on")
     else:
         lacks += _traffic(evidence.traffic)
+        lacks += _metrics(evidence.metrics, evidence.traffic)
     return [f"{evidence.dtype}: {text}" for text in lacks]
 
 
@@ -28,6 +31,22 @@ def _tokens(evidence: Evidence) -> List[str]:
         if off != on:
             same = next((i for i, (a, b) in enumerate(zip(off, on)) if a != b), min(len(off), len(on)))
             lacks.append(f"{request.rid}: tokens differ from number {same} on")
+    return lacks
+
+
+def _metrics(metrics: Optional[Metrics], traffic: Traffic) -> List[str]:
+    """The endpoint is late by up to two log intervals, so it may lack a little of what the plugin saw."""
+    if metrics is None:
+        return ["the metrics endpoint says nothing of offloading"]
+    lacks = []
+    for name, said, counted in (
+        ("misses", metrics.misses, sum(traffic.misses)),
+        ("hits", metrics.hits, sum(traffic.hits) + sum(traffic.ring_hits)),
+        ("bytes to the device", metrics.to_device_bytes, traffic.to_device_bytes),
+        ("bytes to the host", metrics.to_host_bytes, traffic.to_host_bytes),
+    ):
+        if not LEAST_SAID * counted <= said <= counted:
+            lacks.append(f"the metrics endpoint says {said} {name}, {counted} were counted")
     return lacks
 
 

@@ -12,6 +12,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from tqdm import tqdm
 
+from demo.metrics import Metrics, parse
 from demo.workload import RING, WINDOW, Phase
 from harness.environment import child_environment
 from harness.server import Server
@@ -32,6 +33,7 @@ class PairRun:
         off, on: request to its tokens.
         overlap: whether the overlap scheduler ran, without and with offloading.
         trace: what the plugin wrote; None where it wrote nothing.
+        metrics: what the server with offloading said at the end; None where it said nothing.
     """
 
     dtype: str
@@ -39,6 +41,7 @@ class PairRun:
     on: Tokens
     overlap: Tuple[bool, bool]
     trace: Optional[Dict[str, Any]]
+    metrics: Optional[Metrics] = None
 
 
 def run_pair(dtype: str, model: Path, phases: List[Phase], folder: Path) -> PairRun:
@@ -65,11 +68,12 @@ def run_pair(dtype: str, model: Path, phases: List[Phase], folder: Path) -> Pair
             answers = _all(pool, bar, [functools.partial(side.send, phase) for side in sides])
             for side, answer in zip(sides, answers):
                 tokens[side.name].update(answer)
+        metrics = parse(sides[1].scrape())
         bar.set_description_str(f"{dtype}: stopping")
         _all(pool, bar, [side.stop for side in sides])
         bar.set_description_str(dtype)
     seen = json.loads(trace.read_text()) if trace.exists() else None
-    return PairRun(dtype, tokens["off"], tokens["on"], overlap, seen)
+    return PairRun(dtype, tokens["off"], tokens["on"], overlap, seen, metrics)
 
 
 class _Side:
@@ -83,7 +87,7 @@ class _Side:
         env = {}
         if name == "on":
             config = {"window_size": WINDOW, "write_back_ring": RING}
-            args += ["--enable-decode-nsa-kv-offload"]
+            args += ["--enable-decode-nsa-kv-offload", "--enable-metrics", "--decode-log-interval", "10"]
             args += ["--decode-nsa-kv-offload-config", json.dumps(config)]
             path = child_environment()["PYTHONPATH"]
             env = {"SWAP_TRACE": str(trace), "PYTHONPATH": f"{TRACE_PLUGIN}{os.pathsep}{path}"}
@@ -104,6 +108,9 @@ class _Side:
 
     def overlap(self) -> bool:
         return not json.loads(self._server.get("/server_info"))["disable_overlap_schedule"]
+
+    def scrape(self) -> str:
+        return self._server.get("/metrics/")
 
     def send(self, phase: Phase) -> Tokens:
         """Answers of a phase, by request."""

@@ -51,7 +51,16 @@ def table(evidences: List[Evidence]) -> str:
             "on: index keys, and a window with ring and tables. Prefill's staging area is shared and",
             f"not counted ({', '.join(f'{e.dtype} {size(e.memory.staging)}' for e in traced)}).",
         ]
+    lines += [metrics_line(e) for e in evidences if e.metrics is not None]
     return "\n".join(lines)
+
+
+def metrics_line(evidence: Evidence) -> str:
+    said = evidence.metrics
+    return (
+        f"/metrics, {evidence.dtype}: hit rate {said.hit_rate:.1%}, {said.misses:,} misses, "
+        f"{size(said.to_device_bytes)} to the device, {size(said.to_host_bytes)} to the host"
+    )
 
 
 def write(path: Path, evidences: List[Evidence], failures: List[str], seconds: float) -> None:

@@ -12,6 +12,7 @@ import torch
 from demo import report, workload
 from demo.evidence import INDEX_KEY_BYTES, gather
 from demo.judge import LEAST_EVICTED, LEAST_TOGETHER, failures
+from demo.metrics import Metrics, parse
 from demo.pair import TRACE_PLUGIN, PairRun
 from tiny_model import TinySpec
 
@@ -41,7 +42,9 @@ def good_run() -> PairRun:
         "peak_batch": LEAST_TOGETHER,
         "requests": seen,
     }
-    return PairRun("fp8_e4m3", tokens, json.loads(json.dumps(tokens)), (True, True), json.loads(json.dumps(trace)))
+    misses = 10 * len(REQUESTS) * LAYERS
+    said = Metrics(100 * LAYERS, misses - 9, (misses - 9) * 656, 500 * LAYERS * 656, windows=21, host_rows=20096)
+    return PairRun("fp8_e4m3", tokens, json.loads(json.dumps(tokens)), (True, True), json.loads(json.dumps(trace)), said)
 
 
 def verdict(run: PairRun):
@@ -115,6 +118,18 @@ class TestJudge:
         run.trace["counters"][2][2] += 1
         assert len(verdict(run)) == 1
 
+    def test_endpoint_says_nothing(self):
+        lacks = verdict(dataclasses.replace(good_run(), metrics=None))
+        assert lacks == ["fp8_e4m3: the metrics endpoint says nothing of offloading"]
+
+    @pytest.mark.parametrize("field", ["hits", "misses", "to_device_bytes", "to_host_bytes"])
+    @pytest.mark.parametrize("factor", [0.7, 1.1])
+    def test_endpoint_and_counts_disagree(self, field, factor):
+        run = good_run()
+        said = dataclasses.replace(run.metrics, **{field: int(getattr(run.metrics, field) * factor)})
+        lacks = verdict(dataclasses.replace(run, metrics=said))
+        assert len(lacks) == 1 and "the metrics endpoint says" in lacks[0]
+
     def test_nothing_was_decoded(self):
         run = good_run()
         run.trace["requests"] = []
@@ -135,10 +150,36 @@ class TestNumbers:
         evidences = [gather(run, REQUESTS) for run in (good_run(), dataclasses.replace(good_run(), trace=None))]
         assert "hit rate, layer 2" in report.table(evidences)
         assert "32 of 32" in report.table(evidences[1:])
+        assert "/metrics, fp8_e4m3: hit rate 24.0%, 951 misses, 624 kB to the device" in report.table(evidences)
         report.write(tmp_path / "report.json", evidences, ["lacks"], 1.0)
         written = json.loads((tmp_path / "report.json").read_text())
         assert not written["passed"] and written["runs"][0]["traffic"]["refetched"] == [3 * 32] * LAYERS
         assert (tmp_path / "tokens.json").exists()
+
+
+SCRAPE = """
+# HELP sglang:nsa_offload_topk_entries_total Top-k entries; misses are copied.
+sglang:nsa_offload_topk_entries_total{layer="0",model_name="a b",result="lru_hit",tp_rank="0"} 60.0
+sglang:nsa_offload_topk_entries_total{layer="1",model_name="a b",result="ring_hit",tp_rank="0"} 10.0
+sglang:nsa_offload_topk_entries_total{layer="0",model_name="a b",result="miss",tp_rank="0"} 1.2e+01
+sglang:nsa_offload_topk_entries_total{layer="1",model_name="a b",result="miss",tp_rank="0"} 18.0
+sglang:nsa_offload_copied_bytes_total{direction="h2d",model_name="a b",tp_rank="0"} 19680.0
+sglang:nsa_offload_copied_bytes_total{direction="d2h",model_name="a b",tp_rank="0"} 1312.0
+sglang:nsa_offload_windows{model_name="a b",tp_rank="0"} 21.0
+sglang:nsa_offload_windows_used{model_name="a b",tp_rank="0"} 3.0
+sglang:nsa_offload_host_rows{model_name="a b",tp_rank="0"} 20032.0
+sglang:num_running_reqs{model_name="a b",tp_rank="0"} 3.0
+"""
+
+
+class TestMetrics:
+    def test_parse(self):
+        said = parse(SCRAPE)
+        assert said == Metrics(70, 30, 19680, 1312, windows=21, host_rows=20032)
+        assert said.hit_rate == 0.7
+
+    def test_server_without_offloading(self):
+        assert parse("sglang:num_running_reqs{tp_rank=\"0\"} 3.0\n") is None
 
 
 class TestTrace:
