@@ -32,6 +32,18 @@ def offload_args(window: int = WINDOW, **config) -> Dict[str, Any]:
     }
 
 
+def command_line(kv_cache_dtype: str = "bfloat16") -> List[str]:
+    """`server_args` that concern the KV dtype, for a server's command line."""
+    backend = server_args(kv_cache_dtype)["nsa_decode_backend"]
+    return ["--kv-cache-dtype", kv_cache_dtype, "--nsa-decode-backend", backend]
+
+
+def offload_command_line(window: int = WINDOW, **config) -> List[str]:
+    """`offload_args` for a server's command line."""
+    args = offload_args(window, **config)
+    return ["--enable-decode-nsa-kv-offload", "--decode-nsa-kv-offload-config", args["decode_nsa_kv_offload_config"]]
+
+
 def coordinator(engine):
     """The offload coordinator of an `InprocScheduler`."""
     return engine.scheduler.req_to_token_pool.sparse_coordinator
