@@ -139,6 +139,7 @@ class OffloadMetrics:
     def _refresh(self) -> OffloadStats:
         coordinator, now = self._coordinator, time.perf_counter()
         if self._sampler is None:
+            # Its pinned memory is allocated here, at the first report and never again.
             self._sampler = CounterSampler(coordinator.lru.counters, coordinator.controller)
         self._sampler.poll(now)
         latest, previous = self._sampler.latest, self._sampler.previous
