@@ -1,7 +1,7 @@
 # make setup   a virtual environment with all that is needed, without a GPU
 # make build   SGLang with the series applied, in build/sglang
 # make demo    see the feature at work
-# make test    all tests, every prefix of the series, the count of touched lines
+# make test    all tests, beside them every prefix of the series, then the count of touched lines
 # make export  the series as git commits and mails, in build/export
 
 VENV := .venv
@@ -31,8 +31,10 @@ demo: build
 	PYTHONPATH=cpu_reference:build/sglang/python:test $(PYTHON) -m demo
 
 test: build
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile test
-	$(SERIES) check $(CHECK)
+	$(SERIES) check $(CHECK) > build/prefixes.txt 2>&1 & prefixes=$$!; \
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile --durations 20 test; tests=$$?; \
+	wait $$prefixes; checked=$$?; cat build/prefixes.txt; \
+	test $$tests = 0 && test $$checked = 0
 	$(SERIES) count --apart 10-nsa-offload-metrics
 
 export: build

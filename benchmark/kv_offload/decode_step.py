@@ -2,11 +2,13 @@
 
     HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/decode_step.py --out decode_step.json
 
-The fake transfer backend delivers no bytes, so index keys are filled at random after start: queries then select rows all over
-the context, and the miss rate is what it happens to be. It is counted on the GPU and reported, not chosen.
+With ``--miss-rates`` the top-k is replayed (`replayed_topk.py`), in every implementation alike; 0 is the cost without copies.
+Without, index keys are filled at random, since the fake transfer backend delivers no bytes: queries then select rows all over
+the context. Either way the misses are counted on the GPU and reported.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
@@ -16,6 +18,7 @@ import harness  # noqa: F401  (sets the environment; before sglang and torch)
 
 import torch
 from exactness import BACKENDS, slim_model
+from replayed_topk import lists_of, replayed_topk
 from harness.scheduler import InprocScheduler
 
 FAKE_HOST = "2.2.2.2"
@@ -25,8 +28,9 @@ def impl_args(impl: str, args) -> dict:
     if impl == "hisparse":
         host_ratio = {"top_k": 2048, "device_buffer_size": args.window, "host_to_device_ratio": 2}
         return {"enable_hisparse": True, "hisparse_config": json.dumps(host_ratio)}
-    if impl == "ours":
-        config = json.dumps({"window_size": args.window})
+    if impl.startswith("ours"):
+        swap_kernels = impl.partition("-")[2] or "triton"
+        config = json.dumps({"window_size": args.window, "swap_kernels": swap_kernels})
         return {"enable_decode_nsa_kv_offload": True, "decode_nsa_kv_offload_config": config}
     return {}
 
@@ -40,9 +44,21 @@ def randomize_index_keys(pool) -> None:
         buffer[:, 64 * 128 :].view(torch.float32).fill_(0.01)
 
 
-def measure(impl: str, model: Path, args) -> dict:
+@contextlib.contextmanager
+def chosen_topk(miss_rate, args):
+    """What sets the top-k of a run; yields None where the indexer does."""
+    if miss_rate is None:
+        yield None
+        return
+    steps = args.warmup + args.steps * args.rounds + 5
+    lists = lists_of(steps, args.batch, 2048, args.context, miss_rate).cuda()
+    with replayed_topk(lists, args.layers) as replay:
+        yield replay
+
+
+def measure(impl: str, model: Path, miss_rate, args) -> dict:
     begin = time.time()
-    with InprocScheduler(
+    with chosen_topk(miss_rate, args) as replay, InprocScheduler(
         model,
         overlap=True,
         kv_cache_dtype=args.dtype,
@@ -68,6 +84,9 @@ def measure(impl: str, model: Path, args) -> dict:
         for room in range(args.batch):
             engine.submit(prompt[: args.context], 900, bootstrap_host=FAKE_HOST, bootstrap_room=room)
         engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == args.batch)
+        if replay is not None:
+            torch.cuda.synchronize()
+            replay.restart()
         for _ in range(args.warmup):
             engine.step()
         coordinator = engine.scheduler.req_to_token_pool.sparse_coordinator
@@ -82,6 +101,7 @@ def measure(impl: str, model: Path, args) -> dict:
             times.append((time.perf_counter() - start) / args.steps * 1e3)
         row = {
             "impl": impl,
+            "replayed_miss_rate": miss_rate,
             "gpu": torch.cuda.get_device_name(),
             "batch": args.batch,
             "context": args.context,
@@ -114,14 +134,16 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=30)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--impls", nargs="*", default=["dense", "hisparse", "ours"])
+    parser.add_argument("--miss-rates", nargs="*", type=float, help="replay top-k lists with these; unset: random index keys")
+    parser.add_argument("--impls", nargs="*", default=["dense", "hisparse", "ours-triton", "ours-cuda"])
     args = parser.parse_args()
     model = slim_model(args.model, args.layers)
     rows = []
-    for impl in args.impls:
-        rows.append(measure(impl, model, args))
-        print(json.dumps(rows[-1]), flush=True)
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    for miss_rate in args.miss_rates or [None]:
+        for impl in args.impls:
+            rows.append(measure(impl, model, miss_rate, args))
+            print(json.dumps(rows[-1]), flush=True)
+            args.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -146,10 +146,20 @@ def _build(sources: Path, digest: str, entries: int, row_bytes: int) -> ctypes.C
     library = folder / f"{digest}-{entries}-{row_bytes}.so"
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
-        command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{sources}"]
+        command = ["g++", "-std=c++20", "-O3", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{sources}"]
         command += [f"-DENTRIES={entries}", f"-DROW_BYTES={row_bytes}", str(HERE / "nsa_kv_offload.cpp"), "-o", str(made)]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
             raise KernelError(run.stderr)
         made.rename(library)
     return ctypes.CDLL(str(library))
+
+
+def install() -> None:
+    """Put these in place of the compiled modules of ``sglang.jit_kernel.nsa_kv_offload``."""
+    from sglang.jit_kernel import nsa_kv_offload
+    from sglang.jit_kernel.utils import KERNEL_PATH
+
+    made = Kernels(KERNEL_PATH / "csrc" / "nsa_kv_offload")
+    nsa_kv_offload._swap_module = made.swap_module
+    nsa_kv_offload._gather_module = made.gather_module

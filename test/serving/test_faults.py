@@ -3,12 +3,13 @@
 A fault that changed nothing would mean that the part has no caller, or that these tests could not fail.
 """
 
+import shutil
 from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 import torch
-from harness import offload
+from harness import environment, offload
 from harness.scheduler import InprocScheduler
 from sglang.srt.mem_cache.sparsity.nsa_offload import adaptor as adaptor_module
 from sglang.srt.mem_cache.sparsity.nsa_offload.adaptor import NSAOffloadBackendAdaptor
@@ -228,6 +229,51 @@ def test_fault_changes_tokens(tiny_model, expected, fault):
     with ExitStack() as stack:
         fault(stack)
         assert serve(tiny_model, **offload.offload_args()) != expected
+
+
+CUDA_FAULTS = {
+    "rows of another request": ("swap.cuh", "params.batch_rows[row] * params.row_stride", "row * params.row_stride"),
+    "a victim's position kept": ("swap.cuh", "if (evicted[e] >= 0) offset_of[evicted[e]] = kAbsent;", ""),
+    "hits are evicted first": (
+        "swap.cuh",
+        "marks[offsets[e]] = kTouched;\n      last_used[offsets[e]] = now;",
+        "last_used[offsets[e]] = now + 1;",
+    ),
+    "all but the first piece of host slots dropped": (
+        "gather.cuh",
+        "(params.num_host_rows + kPieceSlots - 1) / kPieceSlots",
+        "1",
+    ),
+    "end of a row not copied": ("gather.cuh", "kSteps = (kUnits + 31) / 32", "kSteps = kUnits / 32"),
+}
+
+
+@pytest.fixture(scope="module")
+def cuda_settings(tiny_model, expected):
+    """Two requests are enough for the ordered queue."""
+    settings = offload.offload_args(swap_kernels="cuda")
+    with mock.patch("sglang.jit_kernel.nsa_kv_offload.ORDER_MIN_BATCH", 2):
+        assert serve(tiny_model, **settings) == expected
+        yield settings
+
+
+@pytest.mark.skipif(not environment.CAN_RUN_CUDA_SOURCE, reason="needs g++")
+@pytest.mark.parametrize("fault", CUDA_FAULTS)
+def test_fault_in_the_cuda_kernels_changes_tokens(tiny_model, expected, cuda_settings, fault, tmp_path):
+    from sgl_cpu_ref import nsa_swap
+    from sglang.jit_kernel import nsa_kv_offload as kernels
+    from sglang.jit_kernel.utils import KERNEL_PATH
+
+    file, old, new = CUDA_FAULTS[fault]
+    sources = tmp_path / "sources"
+    shutil.copytree(KERNEL_PATH / "csrc" / "nsa_kv_offload", sources)
+    text = (sources / file).read_text()
+    assert old in text
+    (sources / file).write_text(text.replace(old, new))
+    made = nsa_swap.Kernels(sources)
+    faulty = {"_swap_module": made.swap_module, "_gather_module": made.gather_module}
+    with mock.patch.multiple(kernels, **faulty):
+        assert serve(tiny_model, **cuda_settings) != expected
 
 
 def test_window_kept_by_its_former_owner_changes_tokens(tiny_model):

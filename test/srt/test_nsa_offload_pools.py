@@ -346,6 +346,12 @@ class TestSizes(CustomTestCase):
         self.assertEqual(more.device_bytes(0) - SIZES.device_bytes(0), SIZES.window_bytes)
         self.assertEqual(SIZES.device_bytes(64) - SIZES.device_bytes(0), 64 * 132 * LAYERS + 4)
 
+    def test_the_queue_of_misses_is_counted(self):
+        fused = dataclasses.replace(SIZES, fused_swap=True, top_k=64)
+        marks = SIZES.lru_slots  # of the Triton kernels alone
+        self.assertEqual(fused.window_bytes - SIZES.window_bytes, 64 * 8 - marks)
+        self.assertEqual(fused.bytes_per_token - SIZES.bytes_per_token, 4.125)
+
 
 class TestConfigurator(CustomTestCase):
     def setUp(self):

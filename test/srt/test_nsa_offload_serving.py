@@ -35,9 +35,9 @@ class TestServing(CustomTestCase):
                 counters = offload.coordinator(engine).lru.counters.tolist()
         return outputs, counters
 
-    def compare(self, dtype, overlap):
+    def compare(self, dtype, overlap, **config):
         expected, _ = self.serve(dtype, overlap)
-        outputs, counters = self.serve(dtype, overlap, **offload.offload_args())
+        outputs, counters = self.serve(dtype, overlap, **offload.offload_args(**config))
         self.assertEqual(outputs, expected)
         for hits, ring_hits, misses in counters:
             self.assertGreater(hits, 0)
@@ -57,13 +57,24 @@ class TestServing(CustomTestCase):
     def test_fp8_overlap_loop(self):
         self.compare("fp8_e4m3", overlap=True)
 
+    @unittest.skipUnless(environment.CAN_RUN_CUDA_SOURCE, "needs a GPU or g++")
+    def test_cuda_kernels(self):
+        self.compare("bfloat16", overlap=True, swap_kernels="cuda")
+        self.compare("fp8_e4m3", overlap=False, swap_kernels="cuda")
+
     def test_every_row_is_where_it_belongs(self):
-        for dtype, overlap in (("bfloat16", True), ("fp8_e4m3", False)):
-            with self.subTest(dtype=dtype), Stamps() as stamps, InprocScheduler(
+        for dtype, overlap, swap_kernels in (
+            ("bfloat16", True, "triton"),
+            ("fp8_e4m3", False, "triton"),
+            ("fp8_e4m3", True, "cuda"),
+        ):
+            if swap_kernels == "cuda" and not environment.CAN_RUN_CUDA_SOURCE:
+                continue
+            with self.subTest(dtype=dtype, swap_kernels=swap_kernels), Stamps() as stamps, InprocScheduler(
                 self.model,
                 overlap=overlap,
                 **offload.server_args(dtype),
-                **offload.offload_args(),
+                **offload.offload_args(swap_kernels=swap_kernels),
             ) as engine:
                 for prompt in self.prompts:
                     engine.submit(prompt, 40)

@@ -3,6 +3,7 @@
 On a GPU where there is one; elsewhere their source runs on the CPU, where that is installed.
 """
 
+import faulthandler
 import os
 import shutil
 import tempfile
@@ -270,6 +271,7 @@ class TestFaults(CustomTestCase):
         """In a process of its own: a fault may write anywhere."""
         child = os.fork()
         if child == 0:
+            faulthandler.disable()
             caught = True
             try:
                 caught = self.find(sources)

@@ -72,15 +72,13 @@ inline void suspend(Waits reason) {
   if (_setjmp(fiber.place) == 0) _longjmp(machine.scheduler, 1);
 }
 
-[[noreturn]] inline void fail(const char* what) {
-  machine.error = what;
-  _longjmp(machine.scheduler, 1);
-}
-
+// A fiber serves one thread number through many blocks and launches: to begin one costs system calls.
 inline void fiber_main() {
-  machine.kernel();
-  self().done = true;
-  _longjmp(machine.scheduler, 1);
+  for (;;) {
+    machine.kernel();
+    self().done = true;
+    suspend(Waits::kNothing);
+  }
 }
 
 inline void run_until_it_waits(int thread) {
@@ -108,6 +106,9 @@ inline bool release(int begin, int end, Waits reason) {
     if (fiber.waits != reason) return false;
     ++waiting;
   }
+  if (reason == Waits::kWarp && waiting > 0 && waiting < end - begin) {
+    machine.error = "an exchange of a warp whose lanes have ended in part";
+  }
   for (int i = begin; i < end; ++i) machine.fibers[i].waits = Waits::kNothing;
   return waiting > 0;
 }
@@ -118,7 +119,7 @@ inline void run_block(Order order) {
   for (int i = 0; i < threads; ++i) {
     turns[i] = order == kBackward ? threads - 1 - i : i;
     Fiber& fiber = machine.fibers[i];
-    fiber.begun = fiber.done = false;
+    fiber.done = false;
     fiber.waits = Waits::kNothing;
     fiber.warp_phase = fiber.block_phase = 0;
   }
@@ -131,10 +132,16 @@ inline void run_block(Order order) {
     }
     moved = release(0, threads, Waits::kBlock);
     for (int begin = 0; begin < threads; begin += kWarp) moved |= release(begin, begin + kWarp, Waits::kWarp);
+    if (machine.error != nullptr) return;
   }
   for (int i = 0; i < threads; ++i) {
     if (!machine.fibers[i].done) machine.error = "threads of a block wait for each other in different places";
   }
+}
+
+// After a fault some fibers stand in the middle of a kernel; what they hold is lost.
+inline void abandon_fibers() {
+  for (Fiber& fiber : machine.fibers) fiber.begun = false;
 }
 
 // Run a kernel; returns null, or what went wrong. Shared memory starts as noise in every block.
@@ -151,6 +158,7 @@ inline const char* launch(
     memset(shared, 0xcd, shared_bytes);
     run_block(order);
   }
+  if (machine.error != nullptr) abandon_fibers();
   return machine.error;
 }
 
@@ -158,9 +166,6 @@ inline const char* launch(
 template <typename T, typename Read>
 inline auto exchange_in_warp(T value, Read read) {
   const int warp_begin = machine.current / kWarp * kWarp;
-  for (int i = warp_begin; i < warp_begin + kWarp; ++i) {
-    if (machine.fibers[i].done) fail("an exchange of a warp whose lanes have ended in part");
-  }
   Fiber& fiber = self();
   const int phase = fiber.warp_phase ^= 1;
   fiber.for_warp[phase] = 0;

@@ -37,7 +37,7 @@ class MissQueue:
     Layers on one stream share one queue.
 
     Args:
-        max_batch: requests in a batch.
+        max_batch: requests in a batch, without padding.
         top_k: entries of a request's top-k.
         num_host_rows: rows of the host pool.
         device: of the queue.
@@ -60,11 +60,9 @@ class MissQueue:
         self.target = zeros(num_host_rows)
         self.state = zeros(_NUM_STATES)
 
-    @staticmethod
-    def bytes_needed(max_batch: int, top_k: int, num_host_rows: int) -> int:
-        """Device bytes of a queue."""
-        words = 2 * max_batch * top_k + -(-num_host_rows // 32) + num_host_rows
-        return 4 * (words + _NUM_STATES)
+    # Device bytes, beside a few words.
+    BYTES_PER_ENTRY = 8
+    BYTES_PER_HOST_ROW = 4 + 1 / 8
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors, in the kernels' order."""

@@ -82,7 +82,9 @@ struct Swap {
     const int lru_slots = static_cast<int>(W.unwrap());
     RuntimeCheck(k <= lru_slots && lru_slots <= 1 << 15, "top-k ", k, " over ", lru_slots, " LRU slots");
     RuntimeCheck(k <= kThreads * kEntries, "top-k ", k, " is above ", kThreads * kEntries);
-    RuntimeCheck(host_slots.size(0) >= static_cast<int64_t>(batch) * k, "the miss queue is too small");
+    // No window stands twice in a batch, and padded rows queue nothing.
+    const int64_t requests = batch < N.unwrap() ? batch : N.unwrap();
+    RuntimeCheck(host_slots.size(0) >= requests * k, "the miss queue holds fewer than ", requests * k, " entries");
     if (batch == 0) return;
 
     const auto launch = [&]<typename SeqLen>(const SeqLen* lengths) {

@@ -8,6 +8,7 @@ from typing import Optional
 import torch
 from sgl_kernel.kvcacheio import transfer_kv_all_layer_mla, transfer_kv_per_layer_mla
 
+from sglang.jit_kernel.nsa_kv_offload import MissQueue, gather_misses
 from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
 
@@ -68,6 +69,18 @@ class SparseCacheController:
         with self._after_current(self._load_stream, source, target):
             self._copy_layer(self._host_kv[layer], self._device_kv[layer], source, target)
             return self._record(self._load_stream)
+
+    def gather_layer(self, layer: int, queue: MissQueue, batch_size: int) -> None:
+        """Copy the queued rows of one layer from the host, on the current stream.
+
+        Nothing has to be waited for: what reads the rows is queued behind the copy.
+
+        Args:
+            layer: index within this rank.
+            queue: as ``swap_topk`` filled it for a batch of ``batch_size``.
+        """
+        host_rows, device_rows = self._rows(self._host_kv[layer]), self._rows(self._device_kv[layer])
+        gather_misses(host_rows, device_rows, queue, batch_size)
 
     def store_layer(
         self, layer: int, device_slots: torch.Tensor, host_slots: torch.Tensor
@@ -149,6 +162,9 @@ class SparseCacheController:
         """Block until every copy to the host is done; for idle moments and CPU readers."""
         if self._stored is not None:
             self._stored.synchronize()
+
+    def _rows(self, layer_kv: torch.Tensor) -> torch.Tensor:
+        return layer_kv.view(torch.uint8).view(-1, self._row_bytes)
 
     def _copy_layer(self, source_kv, target_kv, source_rows, target_rows) -> None:
         # The kernel divides by the number of rows; an idle batch has none.

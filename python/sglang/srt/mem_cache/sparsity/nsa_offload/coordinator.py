@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
+from sglang.jit_kernel.nsa_kv_offload import MissQueue
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.sparsity.algorithms.deepseek_nsa import DeepSeekNSAAlgorithm
+from sglang.srt.mem_cache.sparsity.backend.backend_adaptor import NSABackendAdaptor
 from sglang.srt.mem_cache.sparsity.core.sparse_coordinator import (
     SparseConfig,
     SparseCoordinator,
@@ -17,6 +19,10 @@ from sglang.srt.mem_cache.sparsity.core.sparse_coordinator import (
 from sglang.srt.mem_cache.sparsity.nsa_offload.adaptor import NSAOffloadBackendAdaptor
 from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
 from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
+from sglang.srt.mem_cache.sparsity.nsa_offload.fused_swap import (
+    FusedLRUCacheState,
+    FusedSwapAdaptor,
+)
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
 from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
@@ -78,7 +84,8 @@ class NSAOffloadCoordinator(SparseCoordinator):
         self.staging = PrefillStaging(
             sizes, device_pool.size // sizes.page_size, device
         )
-        self.lru = LRUCacheState(
+        lru_class = FusedLRUCacheState if sizes.fused_swap else LRUCacheState
+        self.lru = lru_class(
             sizes.num_layers,
             sizes.num_windows,
             sizes.lru_slots,
@@ -97,9 +104,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         super().__init__(
             config,
             DeepSeekNSAAlgorithm(config, device),
-            NSAOffloadBackendAdaptor(
-                device, req_to_token_pool, sizes, self.lru, self.controller
-            ),
+            self._make_adaptor(device, req_to_token_pool, top_k),
             req_to_token_pool,
             device_pool,
             device_pool.start_layer,
@@ -115,6 +120,15 @@ class NSAOffloadCoordinator(SparseCoordinator):
         self._window_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self._max_batch = 0
         self.reserve_batch(rows)
+
+    def _make_adaptor(self, device, req_to_token_pool, top_k: int) -> NSABackendAdaptor:
+        parts = (device, req_to_token_pool, self.sizes, self.lru, self.controller)
+        if not self.sizes.fused_swap:
+            return NSAOffloadBackendAdaptor(*parts)
+        # Padded rows queue nothing, so a queue need not hold more requests than have windows.
+        return FusedSwapAdaptor(
+            *parts, MissQueue(self.sizes.num_windows, top_k, self.host_pool.size, device)
+        )
 
     # ---- scheduler side -------------------------------------------------------------
 
@@ -309,7 +323,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
                 dtype=torch.int64,
             ).to(self.device)
             self._window_of_row[rows] = windows.int()
-            self.lru.ring_begin[windows] = positions.int()
+            self.lru.begin_windows(windows, positions)
             self._admitted_rows = []
 
     # ---- one layer ------------------------------------------------------------------

@@ -73,13 +73,17 @@ class LRUCacheState:
         self.position_at_offset = torch.full(
             (*shape, lru_slots), -1, dtype=torch.int32, device=device
         )
-        self._first_order = torch.arange(lru_slots, dtype=torch.int16, device=device)
-        self.lru_order = self._first_order.repeat(*shape, 1)
         self.ring_begin = torch.zeros((num_windows,), dtype=torch.int32, device=device)
         self.counters = torch.zeros((num_layers, 3), dtype=torch.int64, device=device)
+        self._init_ages(device)
+
+    def _init_ages(self, device: str) -> None:
+        shape = (self.num_layers, self.num_windows)
+        self._first_order = torch.arange(self.lru_slots, dtype=torch.int16, device=device)
+        self.lru_order = self._first_order.repeat(*shape, 1)
         # Marks of the layer being processed; layers run one after another on one stream.
         self._touched = torch.zeros(
-            (num_windows, lru_slots), dtype=torch.uint8, device=device
+            (self.num_windows, self.lru_slots), dtype=torch.uint8, device=device
         )
 
     @staticmethod
@@ -142,6 +146,15 @@ class LRUCacheState:
             self.offset_of_position[layer],
         )
 
+    def begin_windows(self, windows: torch.Tensor, first_positions: torch.Tensor) -> None:
+        """Give empty windows to requests, on the current stream.
+
+        Args:
+            windows: ``[n]`` int64 window indices.
+            first_positions: ``[n]`` first position that decoding writes to each ring.
+        """
+        self.ring_begin[windows] = first_positions.int()
+
     def reset_windows(self, windows: torch.Tensor) -> None:
         """Empty windows in every layer, on the current stream.
 
@@ -159,11 +172,7 @@ class LRUCacheState:
         Raises:
             RuntimeError: names the table and the place.
         """
-        order = self.lru_order.sort(dim=-1).values
-        if not torch.equal(order, self._first_order.expand_as(order)):
-            raise RuntimeError("lru_order is not a permutation of the window offsets.")
-        if self._touched.any():
-            raise RuntimeError("A swap was prepared, but never post-processed.")
+        self._check_ages()
         held = self.offset_of_position >= 0
         layers, windows, positions = held.nonzero(as_tuple=True)
         offsets = self.offset_of_position[held].long()
@@ -173,6 +182,13 @@ class LRUCacheState:
             raise RuntimeError("offset_of_position and position_at_offset disagree.")
         if int(held.sum()) != int((self.position_at_offset >= 0).sum()):
             raise RuntimeError("A window offset holds a position that no table entry has.")
+
+    def _check_ages(self) -> None:
+        order = self.lru_order.sort(dim=-1).values
+        if not torch.equal(order, self._first_order.expand_as(order)):
+            raise RuntimeError("lru_order is not a permutation of the window offsets.")
+        if self._touched.any():
+            raise RuntimeError("A swap was prepared, but never post-processed.")
 
     def resident_entries(self) -> int:
         """Positions held over all windows and layers; synchronizes."""

@@ -6,7 +6,10 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional
 
+from sglang.jit_kernel.nsa_kv_offload import MissQueue
+from sglang.srt.configs.model_config import get_nsa_index_topk
 from sglang.srt.mem_cache.sparsity.nsa_offload.config import CONFIG_FLAG, NSAKVOffloadConfig
+from sglang.srt.mem_cache.sparsity.nsa_offload.fused_swap import FusedLRUCacheState
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import (
     NSAKVOnlyTokenToKVPoolHost,
     check_host_memory,
@@ -47,6 +50,8 @@ class OffloadSizes:
         row_bytes: bytes of one row, 656 or 1152.
         max_context: positions a request row can hold.
         page_size: slots a page, 64.
+        fused_swap: the CUDA kernels swap; their queue of misses is counted.
+        top_k: entries of a request's top-k.
     """
 
     num_windows: int
@@ -57,6 +62,8 @@ class OffloadSizes:
     row_bytes: int
     max_context: int
     page_size: int
+    fused_swap: bool = False
+    top_k: int = 0
 
     @property
     def ring_slots(self) -> int:
@@ -79,9 +86,9 @@ class OffloadSizes:
     def window_bytes(self) -> int:
         """Device bytes of one more window, its tables included, all layers."""
         rows = self.window_slots * self.row_bytes * self.num_layers
-        return rows + LRUCacheState.bytes_per_window(
-            self.num_layers, self.lru_slots, self.max_context
-        )
+        lru_class = FusedLRUCacheState if self.fused_swap else LRUCacheState
+        tables = lru_class.bytes_per_window(self.num_layers, self.lru_slots, self.max_context)
+        return rows + tables + MissQueue.BYTES_PER_ENTRY * self.top_k * self.fused_swap
 
     @property
     def fixed_bytes(self) -> int:
@@ -90,9 +97,11 @@ class OffloadSizes:
 
     @property
     def bytes_per_token(self) -> float:
-        """Device bytes of one more logical slot: its index keys and its staging map entry."""
+        """Device bytes of one more logical slot: index keys, staging map entry, miss queue."""
         return (
-            INDEX_KEY_BYTES * self.num_layers + STAGING_MAP_BYTES_PER_PAGE / self.page_size
+            INDEX_KEY_BYTES * self.num_layers
+            + STAGING_MAP_BYTES_PER_PAGE / self.page_size
+            + MissQueue.BYTES_PER_HOST_ROW * self.fused_swap
         )
 
     @property
@@ -144,6 +153,8 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
             row_bytes=mr.calculate_mla_kv_cache_dim() * mr.kv_cache_dtype.itemsize,
             max_context=self._context_len + 4,
             page_size=mr.page_size,
+            fused_swap=self._config.swap_kernels == "cuda",
+            top_k=get_nsa_index_topk(mr.model_config.hf_config),
         )
 
     def _staging_slots(self, args) -> int:

@@ -1,0 +1,77 @@
+"""Replays top-k lists with a chosen miss rate, in every implementation alike, CUDA graphs included.
+
+Dummy weights choose rows at random, which no model does: the miss rate of a measurement has to be set. The lists of a step
+keep (1 - miss rate) of the last step's entries and take positions that were never resident for the rest. They are the same
+for every layer, since layers have windows and rows of their own.
+"""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+NEWEST = 128  # left out of the lists: they are in the ring, and the ring is never missed
+
+
+def lists_of(steps: int, batch: int, top_k: int, context: int, miss_rate: float, seed: int = 0) -> torch.Tensor:
+    """``[steps, batch, top_k]`` int32 positions; the first step's are all new.
+
+    Raises:
+        ValueError: the context has too few positions for as many steps.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    new = round(top_k * miss_rate)
+    usable = context - NEWEST
+    if top_k + (steps - 1) * new > usable:
+        raise ValueError(f"{steps} steps with {new} new positions each need more than {usable} positions")
+    orders = torch.stack([torch.randperm(usable, generator=generator) for _ in range(batch)])
+    rows, lists = orders[:, :top_k], []
+    for step in range(steps):
+        if step and new:
+            rows = rows.clone()
+            places = torch.rand(batch, top_k, generator=generator).argsort(1)[:, :new]
+            begin = top_k + (step - 1) * new
+            rows.scatter_(1, places, orders[:, begin : begin + new])
+        lists.append(rows)
+    return torch.stack(lists).int()
+
+
+@contextmanager
+def replayed_topk(lists: torch.Tensor, num_layers: int):
+    """While open, `sgl_kernel`'s top-k functions give the next step's list after every ``num_layers`` calls.
+
+    Open it before graphs are captured, and call ``restart()`` of what it yields when the batch stands.
+
+    Args:
+        lists: as `lists_of` makes them, on the device of the model.
+        num_layers: calls a forward makes.
+    """
+    import sgl_kernel
+
+    calls = torch.zeros((1,), dtype=torch.int64, device=lists.device)
+
+    def positions(score, lengths, topk, row_starts=None):
+        rows = score.shape[0]
+        step = torch.clamp(torch.div(calls, num_layers, rounding_mode="floor"), max=len(lists) - 1)
+        chosen = lists.index_select(0, step)[0]
+        calls.add_(1)
+        if rows > len(chosen):  # graphs are captured, and prompts run, with more rows than the batch
+            chosen = chosen.repeat(-(-rows // len(chosen)), 1)
+        # A captured or padded row may be shorter than a list.
+        return torch.where(chosen[:rows] < lengths[:rows, None], chosen[:rows], -1).contiguous()
+
+    def transform(score, lengths, page_table_size_1, cu_seqlens_q, topk, row_starts=None):
+        entries = positions(score, lengths, topk)
+        slots = torch.gather(page_table_size_1, 1, entries.clamp_min(0).long())
+        return torch.where(entries >= 0, slots.int(), -1)
+
+    class Replay:
+        def restart(self) -> None:
+            """Begin with the first list at the next forward."""
+            calls.zero_()
+
+    with (
+        mock.patch.object(sgl_kernel, "fast_topk_v2", positions),
+        mock.patch.object(sgl_kernel, "fast_topk_transform_fused", transform),
+    ):
+        yield Replay()

@@ -1,0 +1,327 @@
+"""What one layer's swap costs: the CUDA kernels, HiSparse's, a stock copy of the same rows, and the link's limit, in one run.
+
+    python benchmark/kv_offload/swap_layer.py --out results/h200/swap_layer.json      # on a Hopper GPU, ~6 minutes
+
+Steady state and first touch: each step keeps (1 - miss rate) of the last top-k and takes positions that were never resident
+for the rest; layers take turns, each with its own pool, tables and windows. A spin kernel before each timed launch hides the
+host's launch time. Times are medians over layers and steps.
+
+Rows: impl is one of
+  ours          swap_topk and gather_misses
+  no_io         the same two launches where nothing misses
+  hisparse      load_cache_to_device_buffer_mla, block 1024
+  transfer_kv   sgl-kernel's transfer_kv_per_layer_mla, the missing rows alone
+  gather        gather_misses alone, the rows in the order of their misses
+  gather_sorted gather_misses alone, the list sorted by host slot: the limit of scattered rows
+  copy          one copy of as many bytes, the limit of the link
+"""
+
+import argparse
+import gc
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Callable, Dict, List
+
+import torch
+from sglang.jit_kernel import nsa_kv_offload as kernels
+from tqdm import tqdm
+
+WINDOW, TOP_K, RING, PAGE = 4096, 2048, 64, 64
+FIRST_WINDOW_SLOT = 64
+WARMUP, TIMED = 4, 6
+SPIN_CYCLES = 400_000
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    row_bytes: int
+    miss_rate: float
+    positions: int = 32768
+    placement: str = "pages"
+
+    @property
+    def misses(self) -> int:
+        return self.batch * round(TOP_K * self.miss_rate)
+
+
+CASES = (
+    *(Case(batch, 656, 0.0) for batch in (1, 16, 128)),
+    Case(1, 656, 0.1),
+    *(Case(16, 656, rate) for rate in (0.02, 0.1)),
+    *(Case(128, 656, 0.1, placement=p) for p in ("contiguous", "pages", "random")),
+    Case(128, 656, 0.02),
+    *(Case(128, 1152, rate, positions=16384) for rate in (0.02, 0.1)),
+)
+
+
+class Pool:
+    """Host rows of several layers, and where each request's positions lie in them."""
+
+    def __init__(self, case: Case, layers: int, device: str, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        rows = case.batch * case.positions
+        self.host = torch.empty((layers, rows, case.row_bytes), dtype=torch.uint8, pin_memory=device != "cpu")
+        # Rows that tell layer and slot apart; filling all bytes would take longer than the measurement.
+        stamp = torch.arange(layers * rows, dtype=torch.int64).view(layers, rows)
+        self.host.view(torch.int64)[:, :, 0] = stamp
+        self.host.view(torch.int64)[:, :, -1] = stamp
+        order = torch.arange(rows)
+        if case.placement == "pages":
+            pages = torch.randperm(rows // PAGE, generator=generator)
+            order = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
+        elif case.placement == "random":
+            order = torch.randperm(rows, generator=generator)
+        self.req_to_token = order.view(case.batch, case.positions).int().to(device)
+        slots = FIRST_WINDOW_SLOT + case.batch * (WINDOW + RING)
+        self.device = torch.zeros((layers, slots, case.row_bytes), dtype=torch.uint8, device=device)
+
+
+def topk_lists(case: Case, steps: int, seed: int = 0) -> torch.Tensor:
+    """``[steps, batch, TOP_K]`` int32; the first one's rows are all new."""
+    generator = torch.Generator().manual_seed(seed)
+    new = round(TOP_K * case.miss_rate)
+    # The newest positions are left out: they would be ring hits.
+    fresh = [torch.randperm(case.positions - RING - 1, generator=generator) for _ in range(case.batch)]
+    if TOP_K + (steps - 1) * new > len(fresh[0]):
+        raise ValueError(f"{case}: {steps} steps need more positions")
+    rows = torch.stack([order[:TOP_K] for order in fresh])
+    lists = [rows]
+    for step in range(1, steps):
+        rows = rows.clone()
+        for b, order in enumerate(fresh):
+            places = torch.randperm(TOP_K, generator=generator)[:new]
+            begin = TOP_K + (step - 1) * new
+            rows[b, places] = order[begin : begin + new]
+        lists.append(rows)
+    return torch.stack(lists).int()
+
+
+class Ours:
+    """The two launches of a layer, on tables of their own."""
+
+    def __init__(self, case: Case, pool: Pool, layers: int, steps: int) -> None:
+        device, batch = pool.device.device, case.batch
+        self.case, self.pool = case, pool
+
+        def filled(shape, value, dtype):
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        self.offset_of_position = filled((layers, batch, case.positions), -1, torch.int16)
+        self.position_at_offset = filled((layers, batch, WINDOW), -1, torch.int32)
+        self.last_used = filled((layers, batch, WINDOW), 0, torch.int16)
+        self.counters = filled((layers, 3), 0, torch.int64)
+        self.windows = torch.arange(batch, dtype=torch.int32, device=device)
+        self.ring_begin = filled((batch,), case.positions, torch.int32)
+        self.lengths = [filled((batch,), case.positions + step, torch.int32) for step in range(steps)]
+        self.queue = kernels.MissQueue(batch, TOP_K, batch * case.positions, device)
+
+    def __call__(self, layer: int, step: int, topk: torch.Tensor) -> torch.Tensor:
+        page_table = kernels.swap_topk(
+            topk,
+            self.windows,
+            self.windows,
+            self.lengths[step],
+            self.ring_begin,
+            self.pool.req_to_token,
+            self.offset_of_position[layer],
+            self.position_at_offset[layer],
+            self.last_used[layer],
+            self.counters[layer],
+            self.queue,
+            RING,
+            FIRST_WINDOW_SLOT,
+            WINDOW + RING,
+        )
+        kernels.gather_misses(self.pool.host[layer], self.pool.device[layer], self.queue, self.case.batch)
+        return page_table
+
+
+class HiSparse:
+    """The peer in the pinned tree, on tables of its own."""
+
+    def __init__(self, case: Case, pool: Pool, layers: int, steps: int) -> None:
+        device, batch = pool.device.device, case.batch
+        self.case, self.pool = case, pool
+        slots = torch.arange(batch * (WINDOW + 1), dtype=torch.int32, device=device)
+        self.locs = (FIRST_WINDOW_SLOT + slots).view(batch, WINDOW + 1)
+        self.tokens = torch.full((layers, batch, WINDOW + 1), -1, dtype=torch.int32, device=device)
+        order = torch.arange(WINDOW, dtype=torch.int16, device=device)
+        self.lru = order.repeat(layers, batch, 1)
+        self.host_locs = pool.req_to_token.long()
+        self.rows = torch.arange(batch, dtype=torch.int64, device=device)
+        self.lengths = torch.full((batch,), case.positions, dtype=torch.int32, device=device)
+        self.num_real = torch.tensor([batch], dtype=torch.int32, device=device)
+        self.out = torch.empty((batch, TOP_K), dtype=torch.int32, device=device)
+
+    def __call__(self, layer: int, step: int, topk: torch.Tensor) -> torch.Tensor:
+        from sglang.jit_kernel.hisparse import load_cache_to_device_buffer_mla
+
+        load_cache_to_device_buffer_mla(
+            top_k_tokens=topk,
+            device_buffer_tokens=self.tokens[layer],
+            host_cache_locs=self.host_locs,
+            device_buffer_locs=self.locs,
+            host_cache=self.pool.host[layer].unsqueeze(1),
+            device_buffer=self.pool.device[layer].unsqueeze(1),
+            top_k_device_locs=self.out,
+            req_pool_indices=self.rows,
+            seq_lens=self.lengths,
+            lru_slots=self.lru[layer],
+            item_size_bytes=self.case.row_bytes,
+            num_top_k=TOP_K,
+            hot_buffer_size=WINDOW,
+            block_size=1024,
+            num_real_reqs=self.num_real,
+        )
+        return self.out
+
+
+def check_rows(case: Case, pool: Pool, layer: int, topk: torch.Tensor, page_table: torch.Tensor) -> None:
+    """Every row of the top-k is the host's, bytes at both ends.
+
+    Raises:
+        AssertionError: names the layer.
+    """
+    slots = torch.gather(pool.req_to_token, 1, topk.long()).flatten().cpu().long()
+    host, device = pool.host[layer].view(torch.int64), pool.device[layer].view(torch.int64)
+    got = device[page_table.flatten().long()].cpu()
+    for word in (0, -1):
+        wrong = int((got[:, word] != host[slots, word]).sum())
+        assert wrong == 0, f"{case}: {wrong} rows of layer {layer} are wrong"
+
+
+def new_rows(case: Case, pool: Pool, lists: torch.Tensor, step: int) -> torch.Tensor:
+    """Host slots of a step's misses, in the order of the top-k: int32 ``[misses]``."""
+    new = lists[step] != lists[step - 1]
+    owner = torch.arange(case.batch)[:, None].expand_as(new)[new].to(pool.req_to_token.device)
+    return pool.req_to_token[owner, lists[step][new].long().to(owner.device)]
+
+
+def copies(case: Case, pool: Pool, lists: torch.Tensor) -> Dict[str, Callable]:
+    """Copies of exactly the rows that a step misses, by other means: name to ``prepare(step)``, which gives ``run(layer)``."""
+    queue = kernels.MissQueue(case.batch, TOP_K, 1, pool.device.device)
+    targets = FIRST_WINDOW_SLOT + torch.arange(case.misses, device=pool.device.device)
+
+    def gather(ordered: bool) -> Callable:
+        def prepare(step: int) -> Callable:
+            slots = new_rows(case, pool, lists, step)
+            if ordered:
+                slots = slots.sort().values
+
+            def fill() -> None:
+                queue.host_slots[: len(slots)] = slots
+                queue.device_slots[: len(slots)] = targets.int()
+                queue.state[0] = len(slots)
+
+            # A batch of one is never ordered: the list is taken as it stands.
+            return fill, lambda layer: kernels.gather_misses(pool.host[layer], pool.device[layer], queue, 1)
+
+        return prepare
+
+    def transfer(step: int) -> Callable:
+        from sgl_kernel.kvcacheio import transfer_kv_per_layer_mla
+
+        slots = new_rows(case, pool, lists, step).long()
+        return None, lambda layer: transfer_kv_per_layer_mla(
+            pool.host[layer], pool.device[layer], slots, targets, case.row_bytes
+        )
+
+    def copy(step: int) -> Callable:
+        rows = case.misses
+        begin = step * rows % max(1, case.batch * case.positions - rows)
+        return None, lambda layer: pool.device[layer, :rows].copy_(pool.host[layer, begin : begin + rows], non_blocking=True)
+
+    return {"transfer_kv": transfer, "gather": gather(False), "gather_sorted": gather(True), "copy": copy}
+
+
+class Clock:
+    """Microseconds of one launch, its start hidden behind a spin kernel."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+
+    def __call__(self, run: Callable) -> float:
+        if not self._on_gpu:
+            run()
+            return 0.0
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SPIN_CYCLES)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
+
+
+def measure(case: Case, layers: int, device: str, gpu: str, impls: List[str]) -> List[dict]:
+    steps = 1 + WARMUP + TIMED
+    pool = Pool(case, layers, device)
+    on_device = topk_lists(case, steps)
+    lists = on_device.to(device)
+    clock, rows = Clock(device != "cpu"), []
+
+    def add(impl: str, times: List[float], misses: int) -> None:
+        us = statistics.median(times)
+        gb_s = misses * case.row_bytes / us / 1e3 if us else 0.0
+        shown = {**asdict(case), "top_k": TOP_K, "window": WINDOW, "pitch": case.row_bytes, "layers": layers}
+        rows.append({"impl": impl, "gpu": gpu, **shown, "misses": misses, "us": round(us, 2), "gb_s": round(gb_s, 2)})
+
+    for name, maker in (("ours", Ours), ("hisparse", HiSparse)):
+        if name not in impls:
+            continue
+        impl, times = maker(case, pool, layers, steps), []
+        for step in range(steps):
+            for layer in range(layers):
+                out = []
+                us = clock(lambda: out.append(impl(layer, step, lists[step])))
+                if step > WARMUP:
+                    times.append(us)
+        for layer in (0, layers - 1):
+            table = impl(layer, steps - 1, lists[-1])
+            check_rows(case, pool, layer, lists[-1], table)
+        add(name, times, case.misses)
+        if name == "ours":
+            assert int(impl.counters[0, 2]) == case.batch * TOP_K + (steps - 1) * case.misses, "misses"
+            hot = [clock(lambda: impl(layer, steps - 1, lists[-1])) for _ in range(TIMED) for layer in range(layers)]
+            add("no_io", hot, 0)
+        del impl
+    for name, prepare in copies(case, pool, on_device).items():
+        if name not in impls or not case.misses:
+            continue
+        times = []
+        for step in range(WARMUP + 1, steps):
+            fill, run = prepare(step)
+            for layer in range(layers):
+                if fill is not None:
+                    fill()
+                times.append(clock(lambda: run(layer)))
+        add(name, times, case.misses)
+    return rows
+
+
+IMPLS = ["ours", "hisparse", "transfer_kv", "gather", "gather_sorted", "copy"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--impls", nargs="*", default=IMPLS, choices=IMPLS)
+    parser.add_argument("--batches", nargs="*", type=int, help="only cases of these batches")
+    args = parser.parse_args()
+    gpu, rows = torch.cuda.get_device_name(), []
+    chosen = [case for case in CASES if not args.batches or case.batch in args.batches]
+    for case in tqdm(chosen, unit="case"):
+        rows += measure(case, args.layers, "cuda", gpu, args.impls)
+        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        for row in rows[-len(args.impls) - 1 :]:
+            tqdm.write(f"{row['impl']:14} {case}: {row['us']} us, {row['gb_s']} GB/s")
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

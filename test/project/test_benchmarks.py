@@ -1,0 +1,96 @@
+"""The benchmarks' own logic, in a size for the CPU: what they time is right, and is what they say."""
+
+import importlib.util
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from harness import environment, offload
+from harness.scheduler import InprocScheduler
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmark" / "kv_offload"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def swap_layer():
+    if not environment.CAN_RUN_CUDA_SOURCE:
+        pytest.skip("needs g++")
+    from sgl_cpu_ref import nsa_swap
+
+    module = load("swap_layer")
+    nsa_swap.install()
+    with mock.patch.multiple(module, WINDOW=128, TOP_K=64, WARMUP=1, TIMED=2):
+        yield module
+
+
+def test_swap_layer_moves_what_it_says(swap_layer):
+    case = swap_layer.Case(9, 656, 0.25, positions=640)
+    rows = swap_layer.measure(case, 2, "cpu", "none", ["ours", "gather", "gather_sorted", "copy"])
+    assert [row["impl"] for row in rows] == ["ours", "no_io", "gather", "gather_sorted", "copy"]
+    assert [row["misses"] for row in rows] == [9 * 16, 0, 9 * 16, 9 * 16, 9 * 16]
+    lists = swap_layer.topk_lists(case, 4)
+    for before, after in zip(lists, lists[1:]):
+        assert int((before != after).sum()) == case.misses
+    seen = [set(lists[: step + 1, 0].flatten().tolist()) for step in range(4)]
+    assert [len(positions) for positions in seen] == [64, 80, 96, 112]  # what misses was never resident
+
+
+def test_swap_layer_notices_a_wrong_row(swap_layer):
+    case = swap_layer.Case(2, 656, 0.25, positions=640)
+    real = swap_layer.Ours.__call__
+
+    def faulty(self, layer, step, topk):
+        table = real(self, layer, step, topk)
+        self.pool.device[layer, int(table[1, 5]), -1] += 1
+        return table
+
+    with mock.patch.object(swap_layer.Ours, "__call__", faulty), pytest.raises(AssertionError, match="wrong"):
+        swap_layer.measure(case, 2, "cpu", "none", ["ours"])
+
+
+@pytest.mark.parametrize("placement", ["contiguous", "pages", "random"])
+def test_placements_use_every_row_once(swap_layer, placement):
+    pool = swap_layer.Pool(swap_layer.Case(2, 656, 0.1, positions=640, placement=placement), 1, "cpu")
+    assert torch.equal(pool.req_to_token.flatten().sort().values, torch.arange(1280, dtype=torch.int32))
+
+
+def test_replayed_topk_sets_the_miss_rate(tiny_model):
+    """A lone decode node whose lists miss a quarter misses a quarter."""
+    replay_module = load("replayed_topk")
+    top_k, batch, steps, context = offload.TOP_K, 2, 8, 500
+    lists = replay_module.lists_of(steps, batch, top_k, context, 0.25)
+    with replay_module.replayed_topk(lists, 3) as replay, InprocScheduler(
+        tiny_model,
+        **offload.server_args(),
+        **offload.offload_args(256),
+        disaggregation_mode="decode",
+        disaggregation_transfer_backend="fake",
+    ) as engine:
+        for room in range(batch):
+            prompt = offload.prompts([context], seed=room)[0]
+            engine.submit(prompt, 20, bootstrap_host="2.2.2.2", bootstrap_room=room)
+        engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == batch)
+        counters = offload.coordinator(engine).lru.counters
+        replay.restart()
+        engine.step()
+        before = counters.clone()
+        for _ in range(steps - 1):
+            engine.step()
+        added = (counters - before).tolist()
+        engine.abort(all_requests=True)
+        engine.drain()
+    new = round(top_k * 0.25) * batch * (steps - 1)
+    assert added == [[top_k * batch * (steps - 1) - new, 0, new]] * 3
+
+
+def test_replayed_topk_refuses_more_steps_than_positions():
+    with pytest.raises(ValueError, match="need more than"):
+        load("replayed_topk").lists_of(100, 1, 64, 500, 0.25)
