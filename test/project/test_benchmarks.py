@@ -64,6 +64,9 @@ def test_placements_use_every_row_once(swap_layer, placement):
 
 def test_replayed_topk_sets_the_miss_rate(tiny_model):
     """A lone decode node whose lists miss a quarter misses a quarter."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # puts the functions there that are replayed
     replay_module = load("replayed_topk")
     top_k, batch, steps, context = offload.TOP_K, 2, 8, 500
     lists = replay_module.lists_of(steps, batch, top_k, context, 0.25)
