@@ -452,9 +452,11 @@ class TestApply:
 class TestExport:
     def test_branch_and_mails(self, repo, tmp_path):
         repo.two_patches()
+        repo.write("patches/cover-letter.txt", "Why\n")
         repo.run("build")
         out = tmp_path / "out"
         repo.run("export", out, "--mails")
+        assert (out / "cover-letter.txt").read_text() == "Why\n"
         log = subprocess.run(
             ["git", "log", "--reverse", "--format=%s"], cwd=out, capture_output=True, text=True
         ).stdout.splitlines()

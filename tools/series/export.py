@@ -11,13 +11,16 @@ from .errors import SeriesError
 from .project import Project
 
 BRANCH = "decode-nsa-kv-offload"
+COVER = "cover-letter.txt"
 
 
 def export(project: Project, folder: Path, mails: bool = False) -> list[str]:
     """Make `folder` a git repository with one commit a patch on top of the base.
 
     The base commit holds the wheel's ``python/sglang``. With `mails` the commits
-    are also written to ``folder/mails``. Returns the commits' titles.
+    are also written to ``folder/mails``. The cover letter, where ``patches`` has
+    one, is copied beside them: ``git am`` takes no mail without a diff. Returns the
+    commits' titles.
 
     Raises SeriesError when `folder` exists and is not an empty folder.
     """
@@ -41,6 +44,9 @@ def export(project: Project, folder: Path, mails: bool = False) -> list[str]:
     if mails:
         options = ["--quiet", "--no-signature", "--output-directory", "mails"]
         git.run("format-patch", *options, "base", cwd=folder)
+        cover = project.patches / COVER
+        if cover.exists():
+            shutil.copy(cover, folder / COVER)
     return [item.subject for item in project.series]
 
 
