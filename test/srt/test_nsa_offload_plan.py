@@ -59,6 +59,7 @@ class TestAnswer(CustomTestCase):
         self.assertEqual(fit.on.host_bytes, 61 * 656 * (count * 32768 + 64))
         # The formula of docs/design.md, by hand.
         window = 61 * 656 * 4160 + 61 * (2 * (32768 + 4) + 6 * 4096) + 4096 + 4
+        self.assertEqual(fit.on.request_bytes, window + 32768 * 61 * 132 + 32768 // 16)
         tokens = count * 32768
         self.assertEqual(
             fit.on.device_bytes,
