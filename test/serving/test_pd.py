@@ -10,6 +10,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from harness import offload, pd, pd_recorder
 from harness.scheduler import InprocScheduler
@@ -20,6 +21,9 @@ pytestmark = pytest.mark.skipif(pd.missing("mooncake") is not None, reason=str(p
 REQUESTS = int(os.environ.get("PD_REQUESTS", "40"))
 NEW_TOKENS = 24
 EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 700)  # pages of 64, a window of 128
+PLAIN_PREFILL = ("--disable-radix-cache",)
+# Its device pool holds less than the prompts do, so that rows go to its own host pool and come back.
+HIERARCHICAL = ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--max-total-tokens", "2048")
 
 
 def mixed_prompts(count, seed=0):
@@ -29,24 +33,14 @@ def mixed_prompts(count, seed=0):
     return offload.prompts(lengths, seed)
 
 
-def command_line(kv_cache_dtype):
-    args = offload.server_args(kv_cache_dtype)
-    return ["--kv-cache-dtype", kv_cache_dtype, "--nsa-decode-backend", args["nsa_decode_backend"]]
-
-
-def offload_command_line():
-    config = offload.offload_args()["decode_nsa_kv_offload_config"]
-    return ["--enable-decode-nsa-kv-offload", "--decode-nsa-kv-offload-config", config]
-
-
-def start(tiny_model, folder, kv_cache_dtype, *decode_args, **env):
+def start(tiny_model, folder, kv_cache_dtype, *decode_args, prefill=PLAIN_PREFILL, **env):
     return pd.Pair(
         tiny_model,
         folder,
-        args=[*command_line(kv_cache_dtype), "--sleep-on-idle"],
+        args=[*offload.command_line(kv_cache_dtype), "--sleep-on-idle"],
         # Chunks are sent as they are computed, so a long prompt takes several transfers.
-        prefill_args=["--disable-radix-cache", "--chunked-prefill-size", "256"],
-        decode_args=[*offload_command_line(), *decode_args],
+        prefill_args=["--chunked-prefill-size", "256", *prefill],
+        decode_args=[*offload.offload_command_line(), *decode_args],
         env={**pd_recorder.install(folder / "record"), **env},
     )
 
@@ -134,6 +128,20 @@ def test_a_router_in_front(pair, tmp_path, prompts, expected):
     assert_idle(pair)
 
 
+def test_flush_is_refused_while_a_request_runs(pair, prompts, expected):
+    with ThreadPoolExecutor(1) as pool:
+        before = len(pd_recorder.read(pair.folder / "record", "sent"))
+        running = pool.submit(pair.generate, prompts[10], 100)
+        while len(pd_recorder.read(pair.folder / "record", "sent")) == before:
+            time.sleep(0.02)
+        with pytest.raises(ServerError):
+            pair.decode.flush()
+        assert running.result()["output_ids"][:NEW_TOKENS] == expected[10]
+    assert_idle(pair)
+    pair.decode.flush()
+    assert tokens([pair.generate(prompts[10], NEW_TOKENS)]) == [expected[10]]
+
+
 def abort(server, rid):
     server.post("/abort_request", {"rid": rid})
 
@@ -202,13 +210,13 @@ def test_prefill_node_killed_in_a_transfer(pair, prompts, expected):
     assert_idle(pair)
 
 
-# -- prefix cache on the decode node -------------------------------------------------------------------------------------
+# -- prefix caches on both nodes, the prefill node's in two tiers ---------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def caching_pair(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("caching")
-    with start(tiny_model, folder, "fp8_e4m3", "--disaggregation-decode-enable-radix-cache") as pair:
+    with start(tiny_model, folder, "fp8_e4m3", "--disaggregation-decode-enable-radix-cache", prefill=HIERARCHICAL) as pair:
         yield pair
 
 
@@ -248,6 +256,21 @@ def test_prefixes_on_the_decode_node_are_reused(tiny_model, caching_pair):
     assert_idle(pair)
     pair.decode.flush()
     assert_idle(pair)
+
+
+def test_sigterm_lets_requests_finish_and_leaves_no_process(tiny_model, caching_pair):
+    """Last of this pair's tests: the decode node is gone."""
+    pair, prompts = caching_pair, offload.prompts([90, 300], seed=8)
+    processes = psutil.Process(pair.decode.process.pid).children(recursive=True)
+    assert processes
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(pair.generate, ids, 100) for ids in prompts]
+        time.sleep(1)
+        pair.decode.process.send_signal(signal.SIGTERM)
+        answers = [future.result(timeout=60) for future in running]
+    pair.decode.process.wait(timeout=30)
+    assert not psutil.wait_procs(processes, timeout=10)[1]
+    assert tokens(answers) == colocated(tiny_model, "fp8_e4m3", prompts, 100)
 
 
 # -- retraction ----------------------------------------------------------------------------------------------------------
