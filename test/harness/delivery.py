@@ -63,6 +63,10 @@ class Delivery:
         self._write(room)
         self._held.discard(room)
 
+    def release(self, room: int) -> None:
+        """Let a held request's rows come as others' do, now or when it has slots."""
+        self._held.discard(room)
+
     def __enter__(self) -> "Delivery":
         from sglang.srt.disaggregation.base import KVPoll
         from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
