@@ -15,21 +15,77 @@ INSTANCES = (
 )
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_swap_kernels_compile_without_spills(tmp_path):
+# Calls the wrappers as Python does, with tensors that claim to be on a GPU. A swap of no rows returns before its launch; a
+# gather comes as far as the launch, which says that there is no GPU.
+CALL = """
+#include "nsa_kv_offload/launch.cuh"
+#include <iostream>
+#include <vector>
+
+struct Tensor {
+  std::vector<int64_t> shape, strides;
+  DLTensor view;
+  Tensor(std::vector<int64_t> sizes, uint8_t code, uint8_t bits, DLDeviceType type = kDLCUDA)
+      : shape(sizes), strides(sizes.size(), 1) {
+    for (int i = static_cast<int>(sizes.size()) - 2; i >= 0; --i) strides[i] = strides[i + 1] * shape[i + 1];
+    view = {reinterpret_cast<void*>(4096), {type, 0}, static_cast<int>(sizes.size()), {code, bits, 1},
+            shape.data(), strides.data(), 0};
+  }
+  operator tvm::ffi::TensorView() { return tvm::ffi::TensorView(&view); }
+};
+
+int main() {
+  Tensor topk({0, 2048}, kDLInt, 32), none({0}, kDLInt, 32), lengths({0}, kDLInt, LENGTH_BITS), windows({9}, kDLInt, 32);
+  Tensor rows({40, 33000}, kDLInt, 32), offsets({9, 32772}, kDLInt, 16), positions({9, 4096}, kDLInt, 32);
+  Tensor stamps({9, 4096}, kDLInt, 16), counters({3}, kDLInt, 64), list({9 * 2048}, kDLInt, 32);
+  Tensor wanted({313}, kDLInt, 32), target({10000}, kDLInt, 32), state({3}, kDLInt, 32);
+  nsa_kv_offload::Swap<1024, 2>::run(
+      topk, none, none, lengths, windows, rows, offsets, positions, stamps, counters, topk, list, list, wanted, target, state,
+      true, 64, 64, 4160);
+  Tensor host({10000, 656}, kDLUInt, 8, kDLCPU), device({40000, 656}, kDLUInt, 8);
+  try {
+    nsa_kv_offload::Gather<512, 656, 4>::run(host, device, list, list, wanted, target, state, true, 32);
+  } catch (const std::exception& error) {
+    std::cout << error.what() << std::endl;
+  }
+}
+"""
+
+
+def nvcc(source, *more):
     import tvm_ffi
 
+    kernels, ffi = SGLANG / "jit_kernel", Path(tvm_ffi.__file__).parent
+    includes = [kernels / "csrc", kernels / "include", ffi / "include"]
+    command = ["nvcc", "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90,code=sm_90"]
+    command += ["-DSGL_CUDA_ARCH=900", *(f"-I{path}" for path in includes), str(source), *more]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("bits", [32, 64])
+def test_wrappers_accept_what_a_server_passes(tmp_path, bits):
+    import tvm_ffi
+
+    source, program = tmp_path / "call.cu", tmp_path / "call"
+    source.write_text(CALL.replace("LENGTH_BITS", str(bits)))
+    library = Path(tvm_ffi.__file__).parent / "lib"
+    nvcc(source, "-o", str(program), f"-L{library}", "-ltvm_ffi", f"-Xlinker=-rpath={library}")
+    run = subprocess.run([str(program)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "" or "CUDA error" in run.stdout
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_swap_kernels_compile_without_spills(tmp_path):
     source = tmp_path / "instances.cu"
     lines = ['#include "nsa_kv_offload/launch.cuh"']
     lines += [f"template struct nsa_kv_offload::{name};" for name in INSTANCES]
     source.write_text("\n".join(lines))
-    kernels = SGLANG / "jit_kernel"
-    includes = [kernels / "csrc", kernels / "include", Path(tvm_ffi.__file__).parent / "include"]
-    command = ["nvcc", "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90,code=sm_90"]
-    command += ["-DSGL_CUDA_ARCH=900", "-Xptxas", "-v", *(f"-I{path}" for path in includes)]
-    run = subprocess.run([*command, "-c", str(source), "-o", str(tmp_path / "out.o")], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "warning" not in run.stderr
-    stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", run.stderr)
+    said = nvcc(source, "-Xptxas", "-v", "-c", "-o", str(tmp_path / "out.o"))
+    assert "warning" not in said
+    stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", said)
     assert len(stacks) == len(INSTANCES) + 1  # two types of lengths
-    assert all(pair == ("0", "0") for pair in stacks), run.stderr
+    assert all(pair == ("0", "0") for pair in stacks), said

@@ -108,7 +108,7 @@ class TestSwap(CustomTestCase):
         for host_slot, device_slot in expected.loads:
             before[device_slot] = host[host_slot]
         self.assertTrue(torch.equal(after, before), "rows")
-        self.assertEqual(t.queue.state.tolist(), [0, 0, 0, 0])
+        self.assertFalse(t.queue.state.any())
         self.assertFalse(t.queue.wanted.any())
 
     def check_queue(self, t, expected, ordered):
@@ -233,20 +233,22 @@ class TestFaults(CustomTestCase):
         "no barrier in the scan": ("swap.cuh", "sums[warp] = upto;\n  __syncthreads();", "sums[warp] = upto;\n"),
         "no barrier after the marks": (
             "swap.cuh",
-            "reinterpret_cast<uint32_t*>(marks)[i] = 0;\n  __syncthreads();",
-            "reinterpret_cast<uint32_t*>(marks)[i] = 0;\n",
+            "(kClaimed - (first_entry + e));\n  }\n  __syncthreads();",
+            "(kClaimed - (first_entry + e));\n  }\n",
         ),
         "no barrier after the histogram": (
             "swap.cuh",
-            "__popc(peers));\n    }\n  }\n  __syncthreads();",
-            "__popc(peers));\n    }\n  }\n",
+            "__popc(peers));\n      }\n    }\n  }\n  __syncthreads();",
+            "__popc(peers));\n      }\n    }\n  }\n",
         ),
         "duplicates claim twice": ("swap.cuh", "const bool claims =", "const bool claims = true ||"),
-        "a shared row dropped": ("swap.cuh", "index = atomicAdd(&queue.state[kListed], 1);", "return;"),
+        "a shared row dropped": ("swap.cuh", "if (listed >> e & 1) {", "if (queue.wanted == nullptr) {"),
         "a row's end not copied": ("gather.cuh", "kSteps = (kUnits + 31) / 32", "kSteps = kUnits / 32"),
-        "bits left behind": ("gather.cuh", "if (word != 0) params.queue.wanted[word_index] = 0;", ""),
+        "bits left behind": ("gather.cuh", "if (word != 0) params.queue.wanted[piece * 32 + lane] = 0;", ""),
+        "last waiting rows dropped": ("gather.cuh", "if (waiting > 0) copy_waiting();", ""),
+        "a piece read twice": ("gather.cuh", "next = word_of(piece + warps);", "next = word_of(piece + 1);"),
         "queue not emptied": ("gather.cuh", "queue.state[i] = 0;", ";"),
-        "last rows of the list dropped": ("gather.cuh", "first < listed; first +=", "first + kRows <= listed; first +="),
+        "last rows of the list dropped": ("gather.cuh", "first < listed; first +=", "first + share <= listed - 1; first +="),
         "list forgotten when ordered": ("gather.cuh", "  gather_listed<kRowBytes, kRows>(params, listed);", "  if (queue.wanted == nullptr) gather_listed<kRowBytes, kRows>(params, listed);"),
         "last piece dropped": ("gather.cuh", "(params.num_host_rows + kPieceSlots - 1) / kPieceSlots", "params.num_host_rows / kPieceSlots"),
         "host and device slot swapped": ("gather.cuh", "static_cast<int64_t>(device_slots[i]) * kRowBytes", "static_cast<int64_t>(host_slots[i]) * kRowBytes"),

@@ -28,7 +28,7 @@ GATHER_BLOCKS = 32
 GATHER_ROWS_IN_FLIGHT = 4  # a warp
 # Below this batch the queue is a plain list: to order it costs more than scattered reads.
 ORDER_MIN_BATCH = 8
-_NUM_STATES = 4
+_NUM_STATES = 3
 
 
 class MissQueue:
@@ -47,7 +47,7 @@ class MissQueue:
         device_slots: ``[max_batch * top_k]`` int32.
         wanted: ``[ceil(num_host_rows / 32)]`` int32, a bit for each host slot.
         target: ``[num_host_rows]`` int32 device slot of a wanted host slot.
-        state: ``[4]`` int32 counts.
+        state: ``[3]`` int32 counts.
     """
 
     def __init__(self, max_batch: int, top_k: int, num_host_rows: int, device):
@@ -72,6 +72,12 @@ class MissQueue:
 def is_ordered(batch_size: int) -> bool:
     """Whether the misses of a batch are gathered in host-address order."""
     return batch_size >= ORDER_MIN_BATCH
+
+
+def compile_kernels(top_k: int, row_bytes: int) -> None:
+    """Compile what a server will need, or load it from SGLang's JIT cache: before it serves, not in its first step."""
+    _swap_module(top_k)
+    _gather_module(row_bytes)
 
 
 def swap_topk(

@@ -8,7 +8,7 @@
 
 namespace nsa_kv_offload {
 
-constexpr int kPieceSlots = 1024;  // host slots that a warp takes at a time: one word of `wanted` a lane
+constexpr int kPieceSlots = 1024;  // host slots that a warp looks at together: one word of `wanted` a lane
 
 struct GatherParams {
   const uint8_t* host_rows;  // [num_host_rows, row bytes] pinned
@@ -49,13 +49,17 @@ copy_rows(const GatherParams& params, const int (&host_slots)[kRows], const int 
   }
 }
 
-/// The listed rows, in the list's order, shared out among all warps.
+/// Number of this warp among all; neighbours lie in different blocks, so that little work still uses every one.
+__device__ __forceinline__ int warp_number() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
+
+/// The listed rows, in the list's order, shared out evenly among all warps.
 template <int kRowBytes, int kRows>
 __device__ void gather_listed(const GatherParams& params, int listed) {
   const int warps = gridDim.x * blockDim.x / 32;
-  const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  for (int first = warp * kRows; first < listed; first += warps * kRows) {
-    const int count = listed - first < kRows ? listed - first : kRows;
+  const int even = (listed + warps - 1) / warps;
+  const int share = even < kRows ? even : kRows;
+  for (int first = warp_number() * share; first < listed; first += warps * share) {
+    const int count = listed - first < share ? listed - first : share;
     int host_slots[kRows], device_slots[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -66,39 +70,48 @@ __device__ void gather_listed(const GatherParams& params, int listed) {
   }
 }
 
-/// The wanted rows in address order: warps take pieces by ticket, so that at any time all of them read
-/// from one small stretch of the pool. Clears the bits it takes.
+/// The wanted rows in address order: all warps walk through the pieces side by side, so that at any time they
+/// read from one small stretch of the pool. Clears the bits it takes.
 template <int kRowBytes, int kRows>
 __device__ void gather_wanted(const GatherParams& params) {
   const int lane = threadIdx.x % 32;
+  const int warps = gridDim.x * blockDim.x / 32;
   const int words = (params.num_host_rows + 31) / 32;
   const int pieces = (params.num_host_rows + kPieceSlots - 1) / kPieceSlots;
-  const auto draw = [&] { return lane == 0 ? atomicAdd(&params.queue.state[kTicket], 1) : 0; };
+  const auto word_of = [&](int piece) {
+    const int index = piece * 32 + lane;
+    return piece < pieces && index < words ? params.queue.wanted[index] : 0u;
+  };
 
-  int ticket = draw();
-  for (int piece = __shfl_sync(0xffffffffu, ticket, 0); piece < pieces; piece = __shfl_sync(0xffffffffu, ticket, 0)) {
-    ticket = draw();  // its latency passes while the piece is copied
-    const int word_index = piece * 32 + lane;
-    uint32_t word = word_index < words ? params.queue.wanted[word_index] : 0;
-    if (word != 0) params.queue.wanted[word_index] = 0;
-    unsigned lanes = __ballot_sync(0xffffffffu, word != 0);
-    while (lanes != 0) {
-      int host_slots[kRows], device_slots[kRows], count = 0;
+  // Rows wait until kRows of them can be in flight together, also where a piece has few: lane i holds the i-th.
+  int waiting = 0, waiting_slot = 0;
+  const auto copy_waiting = [&] {
+    const int target = lane < waiting ? params.queue.target[waiting_slot] : 0;
+    int host_slots[kRows], device_slots[kRows];
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        host_slots[i] = device_slots[i] = 0;
-        if (lanes == 0) continue;
-        const int owner = __ffs(lanes) - 1;
-        const int bit = __ffs(__shfl_sync(0xffffffffu, word, owner)) - 1;
-        if (lane == owner) word &= word - 1;
-        host_slots[i] = (piece * 32 + owner) * 32 + bit;
-        device_slots[i] = params.queue.target[host_slots[i]];
-        lanes = __ballot_sync(0xffffffffu, word != 0);
-        ++count;
-      }
-      copy_rows<kRowBytes, kRows>(params, host_slots, device_slots, count);
+    for (int i = 0; i < kRows; ++i) {
+      host_slots[i] = __shfl_sync(0xffffffffu, waiting_slot, i);
+      device_slots[i] = __shfl_sync(0xffffffffu, target, i);
+    }
+    copy_rows<kRowBytes, kRows>(params, host_slots, device_slots, waiting);
+    waiting = 0;
+  };
+
+  uint32_t next = word_of(warp_number());
+  for (int piece = warp_number(); piece < pieces; piece += warps) {
+    uint32_t word = next;
+    next = word_of(piece + warps);  // arrives while this piece is copied
+    if (word != 0) params.queue.wanted[piece * 32 + lane] = 0;
+    for (unsigned lanes = __ballot_sync(0xffffffffu, word != 0); lanes != 0;
+         lanes = __ballot_sync(0xffffffffu, word != 0)) {
+      const int owner = __ffs(lanes) - 1;
+      const int bit = __ffs(__shfl_sync(0xffffffffu, word, owner)) - 1;
+      if (lane == owner) word &= word - 1;
+      if (lane == waiting) waiting_slot = (piece * 32 + owner) * 32 + bit;
+      if (++waiting == kRows) copy_waiting();
     }
   }
+  if (waiting > 0) copy_waiting();
 }
 
 template <int kThreads, int kRowBytes, int kRows>
@@ -110,9 +123,8 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const GatherParams par
   if (queue.wanted != nullptr) gather_wanted<kRowBytes, kRows>(params);
   gather_listed<kRowBytes, kRows>(params, listed);
 
-  __syncthreads();
+  __syncthreads();  // every thread of this block has read the state
   if (threadIdx.x != 0) return;
-  __threadfence();  // this block's tickets are drawn before the last block to leave clears them
   if (atomicAdd(&queue.state[kLeaving], 1) == static_cast<int>(gridDim.x) - 1) {
     for (int i = 0; i < kNumStates; ++i) queue.state[i] = 0;
   }

@@ -21,7 +21,9 @@ inline MissQueue view_queue(
   auto device = SymbolicDevice{};
   auto capacity = SymbolicSize{"queue capacity"};
   TensorMatcher({capacity}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(host_slots).verify(device_slots);
-  TensorMatcher({-1}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(wanted).verify(target);
+  // A matcher holds on to the first size it sees, also where any is allowed.
+  TensorMatcher({-1}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(wanted);
+  TensorMatcher({-1}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(target);
   TensorMatcher({kNumStates}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(state);
   return {
       static_cast<int32_t*>(host_slots.data_ptr()),
@@ -81,6 +83,7 @@ struct Swap {
     const int k = static_cast<int>(K.unwrap());
     const int lru_slots = static_cast<int>(W.unwrap());
     RuntimeCheck(k <= lru_slots && lru_slots <= 1 << 15, "top-k ", k, " over ", lru_slots, " LRU slots");
+    RuntimeCheck(k < 1 << 15, "top-k ", k, " does not fit the 16-bit claims");
     RuntimeCheck(k <= kThreads * kEntries, "top-k ", k, " is above ", kThreads * kEntries);
     // No window stands twice in a batch, and padded rows queue nothing.
     const int64_t requests = batch < N.unwrap() ? batch : N.unwrap();

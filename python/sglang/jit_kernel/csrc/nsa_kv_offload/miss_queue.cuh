@@ -19,7 +19,6 @@ struct MissQueue {
 enum MissQueueState : int {
   kMisses,   // rows wanted, however queued
   kListed,   // entries of the list
-  kTicket,   // pieces of `wanted` handed out
   kLeaving,  // gather blocks that are done
   kNumStates,
 };

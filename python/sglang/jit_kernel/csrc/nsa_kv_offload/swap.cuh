@@ -13,7 +13,7 @@ constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int kWarpSize = 32;
 constexpr int kMaxWarps = 32;
 constexpr int16_t kAbsent = -1;   // the position is in no window offset
-constexpr int16_t kClaimed = -2;  // another entry of this top-k has the same position and loads it
+constexpr int16_t kClaimed = -2;  // and below: absent, and entry (kClaimed - value) of this top-k loads it
 constexpr int kAgeBuckets = 128;
 constexpr int kTouched = kAgeBuckets;  // mark of a slot that this step's top-k uses; 0 otherwise
 
@@ -100,16 +100,24 @@ __device__ void pick_victims(
   const int num_own = first < lru_slots ? (lru_slots - first < per_thread ? lru_slots - first : per_thread) : 0;
 
   // From here on a slot's mark is its bucket. Each thread reads and writes those of its own slots.
-  for (int i = 0; i < per_thread; ++i) {
-    int bucket = kTouched;
-    if (i < num_own && !marks[first + i]) {
-      // A stamp may have wrapped to the age of a touched slot; only the mark decides who may be evicted.
-      bucket = age_bucket(static_cast<uint16_t>(now - last_used[first + i]));
-    }
-    if (i < num_own) marks[first + i] = bucket;
-    const unsigned peers = __match_any_sync(kFullWarp, bucket);
-    if (bucket != kTouched && lane == __ffs(peers) - 1) {
-      atomicAdd(&shared.age_histogram[bucket], __popc(peers));
+  constexpr int kAtOnce = 4;
+  for (int begin = 0; begin < per_thread; begin += kAtOnce) {
+    uint16_t stamps[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) stamps[i] = begin + i < num_own ? last_used[first + begin + i] : 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int slot = first + begin + i;
+      int bucket = kTouched;
+      if (begin + i < num_own) {
+        // A stamp may have wrapped to the age of a touched slot; only the mark decides who may be evicted.
+        if (!marks[slot]) bucket = age_bucket(static_cast<uint16_t>(now - stamps[i]));
+        marks[slot] = bucket;
+      }
+      const unsigned peers = __match_any_sync(kFullWarp, bucket);
+      if (bucket != kTouched && lane == __ffs(peers) - 1) {
+        atomicAdd(&shared.age_histogram[bucket], __popc(peers));
+      }
     }
   }
   __syncthreads();
@@ -146,20 +154,6 @@ __device__ void pick_victims(
     if (bucket != kTouched && bucket > boundary) victims[older_rank++] = first + i;
     if (bucket == boundary && boundary_rank < need) victims[boundary_rank++] = first + i;
   }
-}
-
-/// Queue one row for the gather; `index` is its place in a plain list.
-__device__ __forceinline__ void queue_miss(const MissQueue& queue, int index, int host_slot, int device_slot) {
-  if (queue.wanted != nullptr) {
-    const uint32_t bit = 1u << (host_slot % 32);
-    if ((atomicOr(&queue.wanted[host_slot / 32], bit) & bit) == 0) {
-      queue.target[host_slot] = device_slot;
-      return;
-    }
-    index = atomicAdd(&queue.state[kListed], 1);
-  }
-  queue.host_slots[index] = host_slot;
-  queue.device_slots[index] = device_slot;
 }
 
 /// Entries of a thread are neighbours in the top-k, so that a thread-order scan ranks misses in top-k order.
@@ -207,6 +201,12 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams<SeqLen>
   }
   for (int i = thread; i < kAgeBuckets; i += kThreads) shared.age_histogram[i] = 0;
   for (int i = thread; i < (params.lru_slots + 3) / 4; i += kThreads) reinterpret_cast<uint32_t*>(marks)[i] = 0;
+  // Of entries with the same position the one whose claim stays loads the row; the others read its offset below.
+#pragma unroll
+  for (int e = 0; e < kEntries; ++e) {
+    const bool absent = positions[e] >= 0 && positions[e] < first_in_ring && offsets[e] < 0;
+    if (absent) offset_of[positions[e]] = static_cast<int16_t>(kClaimed - (first_entry + e));
+  }
   __syncthreads();
 
   unsigned missed = 0, duplicate = 0, num_hits = 0, num_in_ring = 0;
@@ -223,14 +223,9 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams<SeqLen>
       last_used[offsets[e]] = now;
       ++num_hits;
     } else if (positions[e] >= 0) {
-      // Of entries with the same position one claims the load, the others read its offset below.
-      auto* entry = reinterpret_cast<unsigned short*>(&offset_of[positions[e]]);
-      const bool claims =
-          offsets[e] == kAbsent && atomicCAS(entry, static_cast<unsigned short>(kAbsent), static_cast<unsigned short>(kClaimed)) ==
-                                       static_cast<unsigned short>(kAbsent);
+      const bool claims = offset_of[positions[e]] == kClaimed - (first_entry + e);
       missed |= static_cast<unsigned>(claims) << e;
       duplicate |= static_cast<unsigned>(!claims) << e;
-      continue;
     }
     page_table[first_entry + e] = slot;
   }
@@ -266,6 +261,22 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams<SeqLen>
     evicted[e] = position_at[offsets[e]];
     host_slots[e] = host_slot_of[positions[e]];
   }
+  const MissQueue& queue = params.queue;
+  unsigned listed = missed;
+  if (queue.wanted != nullptr) {
+    // A host slot wanted before, by a request with the same prefix, goes to the list.
+    uint32_t before[kEntries];
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      if (missed >> e & 1) before[e] = atomicOr(&queue.wanted[host_slots[e] / 32], 1u << (host_slots[e] % 32));
+    }
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      if (!(missed >> e & 1) || (before[e] >> (host_slots[e] % 32) & 1)) continue;
+      queue.target[host_slots[e]] = window_slot + offsets[e];
+      listed &= ~(1u << e);
+    }
+  }
   rank = 0;
 #pragma unroll
   for (int e = 0; e < kEntries; ++e) {
@@ -275,7 +286,11 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams<SeqLen>
     position_at[offsets[e]] = positions[e];
     last_used[offsets[e]] = now;
     page_table[first_entry + e] = window_slot + offsets[e];
-    queue_miss(params.queue, first_index + rank++, host_slots[e], window_slot + offsets[e]);
+    if (listed >> e & 1) {
+      const int index = queue.wanted != nullptr ? atomicAdd(&queue.state[kListed], 1) : first_index + rank++;
+      queue.host_slots[index] = host_slots[e];
+      queue.device_slots[index] = window_slot + offsets[e];
+    }
   }
   if (!__syncthreads_or(duplicate != 0)) return;
 #pragma unroll

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang.jit_kernel.nsa_kv_offload import MissQueue, swap_topk
+from sglang.jit_kernel.nsa_kv_offload import MissQueue, compile_kernels, swap_topk
 from sglang.srt.mem_cache.sparsity.backend.backend_adaptor import NSABackendAdaptor
 from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
 
@@ -101,6 +101,7 @@ class FusedSwapAdaptor(NSABackendAdaptor):
         self._lru = lru
         self._controller = controller
         self._queue = queue
+        compile_kernels(sizes.top_k, sizes.row_bytes)
 
     def adapt_for_attn_metadata(
         self,
