@@ -44,31 +44,47 @@ def replayed_topk(lists: torch.Tensor, num_layers: int):
 
     Args:
         lists: as `lists_of` makes them, on the device of the model.
-        num_layers: calls a forward makes.
+        num_layers: calls a forward makes; every one of them is made, or none.
     """
     import sgl_kernel
 
-    calls = torch.zeros((1,), dtype=torch.int64, device=lists.device)
+    step = torch.zeros((1,), dtype=torch.int64, device=lists.device)
+    # A layer costs a call and nothing else: the first of a step fills these, the others hand them out. They are made before
+    # a graph is captured, since a server runs each batch size once or twice before.
+    entries, slots, calls = {}, {}, {"positions": 0, "transform": 0}
+
+    def is_first(kind: str) -> bool:
+        calls[kind] += 1
+        return calls[kind] % num_layers == 1 or num_layers == 1
+
+    def fill(score, lengths) -> torch.Tensor:
+        rows = score.shape[0]
+        chosen = lists.index_select(0, torch.clamp(step, max=len(lists) - 1))[0]
+        step.add_(1)
+        if rows > len(chosen):  # graphs are captured with more rows than the batch
+            chosen = chosen.repeat(-(-rows // len(chosen)), 1)
+        if rows not in entries:
+            entries[rows] = torch.empty((rows, lists.shape[2]), dtype=torch.int32, device=lists.device)
+        # A captured or padded row may be shorter than a list.
+        return entries[rows].copy_(torch.where(chosen[:rows] < lengths[:rows, None], chosen[:rows], -1))
 
     def positions(score, lengths, topk, row_starts=None):
-        rows = score.shape[0]
-        step = torch.clamp(torch.div(calls, num_layers, rounding_mode="floor"), max=len(lists) - 1)
-        chosen = lists.index_select(0, step)[0]
-        calls.add_(1)
-        if rows > len(chosen):  # graphs are captured, and prompts run, with more rows than the batch
-            chosen = chosen.repeat(-(-rows // len(chosen)), 1)
-        # A captured or padded row may be shorter than a list.
-        return torch.where(chosen[:rows] < lengths[:rows, None], chosen[:rows], -1).contiguous()
+        return fill(score, lengths) if is_first("positions") else entries[score.shape[0]]
 
     def transform(score, lengths, page_table_size_1, cu_seqlens_q, topk, row_starts=None):
-        entries = positions(score, lengths, topk)
-        slots = torch.gather(page_table_size_1, 1, entries.clamp_min(0).long())
-        return torch.where(entries >= 0, slots.int(), -1)
+        rows = score.shape[0]
+        if is_first("transform"):
+            chosen = fill(score, lengths)
+            found = torch.gather(page_table_size_1, 1, chosen.clamp_min(0).long())
+            if rows not in slots:
+                slots[rows] = torch.empty_like(chosen)
+            slots[rows].copy_(torch.where(chosen >= 0, found.int(), -1))
+        return slots[rows]
 
     class Replay:
         def restart(self) -> None:
             """Begin with the first list at the next forward."""
-            calls.zero_()
+            step.zero_()
 
     with (
         mock.patch.object(sgl_kernel, "fast_topk_v2", positions),

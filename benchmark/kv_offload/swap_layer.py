@@ -3,11 +3,14 @@
     python benchmark/kv_offload/swap_layer.py --out results/h200/swap_layer.json      # on a Hopper GPU, ~6 minutes
 
 Steady state and first touch: each step keeps (1 - miss rate) of the last top-k and takes positions that were never resident
-for the rest; layers take turns, each with its own pool, tables and windows. A spin kernel before each timed launch hides the
-host's launch time. Times are medians over layers and steps.
+for the rest; layers take turns, each with its own pool, tables and windows; 16 GB of pool, so small batches have many layers; each
+implementation has lists of its own, and the CPU's cache is overwritten before it. A spin kernel before each timed launch hides
+the host's launch time. Times are medians over layers and steps.
 
 Rows: impl is one of
-  ours          swap_topk and gather_misses
+  ours          swap_topk and gather_misses, as a server chooses its order by the batch
+  ours_listed   the same, rows in the order of their misses at any batch
+  ours_ordered  the same, rows in host-address order at any batch
   no_io         the same two launches where nothing misses
   hisparse      load_cache_to_device_buffer_mla, block 1024
   transfer_kv   sgl-kernel's transfer_kv_per_layer_mla, the missing rows alone
@@ -23,6 +26,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Callable, Dict, List
+from unittest import mock
 
 import torch
 from sglang.jit_kernel import nsa_kv_offload as kernels
@@ -41,6 +45,8 @@ class Case:
     miss_rate: float
     positions: int = 32768
     placement: str = "pages"
+    pool_rows: int = 0
+    """Host rows of a layer; 0 for as many as the batch has. A server's pool is larger than a small batch."""
 
     @property
     def misses(self) -> int:
@@ -50,7 +56,9 @@ class Case:
 CASES = (
     *(Case(batch, 656, 0.0) for batch in (1, 16, 128)),
     Case(1, 656, 0.1),
+    Case(1, 656, 0.1, pool_rows=1 << 22),
     *(Case(16, 656, rate) for rate in (0.02, 0.1)),
+    Case(16, 656, 0.1, pool_rows=1 << 22),
     *(Case(128, 656, 0.1, placement=p) for p in ("contiguous", "pages", "random")),
     Case(128, 656, 0.02),
     *(Case(128, 1152, rate, positions=16384) for rate in (0.02, 0.1)),
@@ -58,25 +66,35 @@ CASES = (
 
 
 class Pool:
-    """Host rows of several layers, and where each request's positions lie in them."""
+    """Host rows of several layers, and where each request's positions lie in them.
 
-    def __init__(self, case: Case, layers: int, device: str, seed: int = 0) -> None:
+    Args:
+        memory: pinned bytes, one buffer for every case: to pin takes longer than to measure.
+        max_layers: at most as many, and as fit into the memory.
+    """
+
+    def __init__(self, case: Case, memory: torch.Tensor, max_layers: int, device: str, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        rows = case.batch * case.positions
-        self.host = torch.empty((layers, rows, case.row_bytes), dtype=torch.uint8, pin_memory=device != "cpu")
+        rows = case.pool_rows or case.batch * case.positions
+        self.layers = min(max_layers, len(memory) // (rows * case.row_bytes))
+        if self.layers < 1:
+            raise ValueError(f"{case}: a layer takes {rows * case.row_bytes / 1e9:.1f} GB of host memory")
+        used = self.layers * rows * case.row_bytes
+        self.host = memory[:used].view(self.layers, rows, case.row_bytes)
         # Rows that tell layer and slot apart; filling all bytes would take longer than the measurement.
-        stamp = torch.arange(layers * rows, dtype=torch.int64).view(layers, rows)
-        self.host.view(torch.int64)[:, :, 0] = stamp
-        self.host.view(torch.int64)[:, :, -1] = stamp
+        words = self.host.view(torch.int64)
+        for layer in range(self.layers):
+            words[layer, :, 0] = words[layer, :, -1] = torch.arange(rows) + layer * rows
         order = torch.arange(rows)
         if case.placement == "pages":
             pages = torch.randperm(rows // PAGE, generator=generator)
             order = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
         elif case.placement == "random":
             order = torch.randperm(rows, generator=generator)
+        order = order[: case.batch * case.positions]
         self.req_to_token = order.view(case.batch, case.positions).int().to(device)
         slots = FIRST_WINDOW_SLOT + case.batch * (WINDOW + RING)
-        self.device = torch.zeros((layers, slots, case.row_bytes), dtype=torch.uint8, device=device)
+        self.device = torch.zeros((self.layers, slots, case.row_bytes), dtype=torch.uint8, device=device)
 
 
 def topk_lists(case: Case, steps: int, seed: int = 0) -> torch.Tensor:
@@ -102,8 +120,8 @@ def topk_lists(case: Case, steps: int, seed: int = 0) -> torch.Tensor:
 class Ours:
     """The two launches of a layer, on tables of their own."""
 
-    def __init__(self, case: Case, pool: Pool, layers: int, steps: int) -> None:
-        device, batch = pool.device.device, case.batch
+    def __init__(self, case: Case, pool: Pool, steps: int) -> None:
+        device, batch, layers = pool.device.device, case.batch, pool.layers
         self.case, self.pool = case, pool
 
         def filled(shape, value, dtype):
@@ -116,7 +134,7 @@ class Ours:
         self.windows = torch.arange(batch, dtype=torch.int32, device=device)
         self.ring_begin = filled((batch,), case.positions, torch.int32)
         self.lengths = [filled((batch,), case.positions + step, torch.int32) for step in range(steps)]
-        self.queue = kernels.MissQueue(batch, TOP_K, batch * case.positions, device)
+        self.queue = kernels.MissQueue(batch, TOP_K, pool.host.shape[1], device)
 
     def __call__(self, layer: int, step: int, topk: torch.Tensor) -> torch.Tensor:
         page_table = kernels.swap_topk(
@@ -142,8 +160,8 @@ class Ours:
 class HiSparse:
     """The peer in the pinned tree, on tables of its own."""
 
-    def __init__(self, case: Case, pool: Pool, layers: int, steps: int) -> None:
-        device, batch = pool.device.device, case.batch
+    def __init__(self, case: Case, pool: Pool, steps: int) -> None:
+        device, batch, layers = pool.device.device, case.batch, pool.layers
         self.case, self.pool = case, pool
         slots = torch.arange(batch * (WINDOW + 1), dtype=torch.int32, device=device)
         self.locs = (FIRST_WINDOW_SLOT + slots).view(batch, WINDOW + 1)
@@ -231,7 +249,7 @@ def copies(case: Case, pool: Pool, lists: torch.Tensor) -> Dict[str, Callable]:
 
     def copy(step: int) -> Callable:
         rows = case.misses
-        begin = step * rows % max(1, case.batch * case.positions - rows)
+        begin = step * rows % max(1, pool.host.shape[1] - rows)
         return None, lambda layer: pool.device[layer, :rows].copy_(pool.host[layer, begin : begin + rows], non_blocking=True)
 
     return {"transfer_kv": transfer, "gather": gather(False), "gather_sorted": gather(True), "copy": copy}
@@ -256,66 +274,85 @@ class Clock:
         return begin.elapsed_time(end) * 1e3
 
 
-def measure(case: Case, layers: int, device: str, gpu: str, impls: List[str]) -> List[dict]:
+def measure(case: Case, memory: torch.Tensor, max_layers: int, device: str, gpu: str, impls: List[str]) -> List[dict]:
     steps = 1 + WARMUP + TIMED
-    pool = Pool(case, layers, device)
-    on_device = topk_lists(case, steps)
-    lists = on_device.to(device)
+    pool = Pool(case, memory, max_layers, device)
     clock, rows = Clock(device != "cpu"), []
+    scrub = torch.zeros((1 << 30) if device != "cpu" else 1, dtype=torch.uint8)
+
+    def fresh_lists(seed: int) -> torch.Tensor:
+        scrub.fill_(seed)
+        return topk_lists(case, steps, seed)
 
     def add(impl: str, times: List[float], misses: int) -> None:
         us = statistics.median(times)
         gb_s = misses * case.row_bytes / us / 1e3 if us else 0.0
-        shown = {**asdict(case), "top_k": TOP_K, "window": WINDOW, "pitch": case.row_bytes, "layers": layers}
+        shown = {**asdict(case), "top_k": TOP_K, "window": WINDOW, "pitch": case.row_bytes, "layers": pool.layers}
+        shown["pool_rows"] = pool.host.shape[1]
         rows.append({"impl": impl, "gpu": gpu, **shown, "misses": misses, "us": round(us, 2), "gb_s": round(gb_s, 2)})
 
-    for name, maker in (("ours", Ours), ("hisparse", HiSparse)):
-        if name not in impls:
-            continue
-        impl, times = maker(case, pool, layers, steps), []
-        for step in range(steps):
-            for layer in range(layers):
-                out = []
-                us = clock(lambda: out.append(impl(layer, step, lists[step])))
-                if step > WARMUP:
-                    times.append(us)
-        for layer in (0, layers - 1):
-            table = impl(layer, steps - 1, lists[-1])
-            check_rows(case, pool, layer, lists[-1], table)
-        add(name, times, case.misses)
-        if name == "ours":
-            assert int(impl.counters[0, 2]) == case.batch * TOP_K + (steps - 1) * case.misses, "misses"
-            hot = [clock(lambda: impl(layer, steps - 1, lists[-1])) for _ in range(TIMED) for layer in range(layers)]
-            add("no_io", hot, 0)
-        del impl
-    for name, prepare in copies(case, pool, on_device).items():
-        if name not in impls or not case.misses:
-            continue
-        times = []
-        for step in range(WARMUP + 1, steps):
-            fill, run = prepare(step)
-            for layer in range(layers):
-                if fill is not None:
-                    fill()
-                times.append(clock(lambda: run(layer)))
-        add(name, times, case.misses)
+    for seed, name in enumerate(impls):
+        lists = fresh_lists(seed)
+        if name.startswith("ours") or name == "hisparse":
+            threshold = {"ours_listed": 1 << 30, "ours_ordered": 0}.get(name, kernels.ORDER_MIN_BATCH)
+            with mock.patch.object(kernels, "ORDER_MIN_BATCH", threshold):
+                run_swaps(case, pool, lists.to(device), name, clock, add)
+        elif case.misses:
+            prepare = copies(case, pool, lists)[name]
+            times = []
+            for step in range(WARMUP + 1, steps):
+                fill, run = prepare(step)
+                for layer in range(pool.layers):
+                    if fill is not None:
+                        fill()
+                    times.append(clock(lambda: run(layer)))
+            add(name, times, case.misses)
     return rows
 
 
-IMPLS = ["ours", "hisparse", "transfer_kv", "gather", "gather_sorted", "copy"]
+def run_swaps(case: Case, pool: Pool, lists: torch.Tensor, name: str, clock: Clock, add: Callable) -> None:
+    """Time one implementation step by step, check the rows it ends with, and for ours time steps without misses."""
+    steps = len(lists)
+    impl, times = (HiSparse if name == "hisparse" else Ours)(case, pool, steps), []
+    for step in range(steps):
+        for layer in range(pool.layers):
+            out = []
+            us = clock(lambda: out.append(impl(layer, step, lists[step])))
+            if step > WARMUP:
+                times.append(us)
+    for layer in {0, pool.layers - 1}:
+        table = impl(layer, steps - 1, lists[-1])
+        check_rows(case, pool, layer, lists[-1], table)
+    add(name, times, case.misses)
+    if name == "ours":
+        assert int(impl.counters[0, 2]) == case.batch * TOP_K + (steps - 1) * case.misses, "misses"
+        hot = [clock(lambda: impl(layer, steps - 1, lists[-1])) for _ in range(TIMED) for layer in range(pool.layers)]
+        add("no_io", hot, 0)
+
+
+IMPLS = ["ours", "ours_listed", "ours_ordered", "hisparse", "transfer_kv", "gather", "gather_sorted", "copy"]
+
+
+def pinned(num_bytes: int):
+    """One buffer, pinned as a server pins its pool."""
+    from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import PinnedBuffer
+
+    return PinnedBuffer(num_bytes, True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--max-layers", type=int, default=256)
+    parser.add_argument("--host-gb", type=float, default=22.1, help="of pinned memory, for all layers of a case")
     parser.add_argument("--impls", nargs="*", default=IMPLS, choices=IMPLS)
     parser.add_argument("--batches", nargs="*", type=int, help="only cases of these batches")
     args = parser.parse_args()
     gpu, rows = torch.cuda.get_device_name(), []
     chosen = [case for case in CASES if not args.batches or case.batch in args.batches]
+    memory = pinned(int(args.host_gb * 1e9) // 4096 * 4096)
     for case in tqdm(chosen, unit="case"):
-        rows += measure(case, args.layers, "cuda", gpu, args.impls)
+        rows += measure(case, memory.tensor, args.max_layers, "cuda", gpu, args.impls)
         args.out.write_text(json.dumps(rows, indent=1) + "\n")
         for row in rows[-len(args.impls) - 1 :]:
             tqdm.write(f"{row['impl']:14} {case}: {row['us']} us, {row['gb_s']} GB/s")

@@ -31,11 +31,17 @@ def swap_layer():
         yield module
 
 
+def memory(layers, case, rows=0):
+    return torch.zeros(layers * (rows or case.batch * case.positions) * case.row_bytes, dtype=torch.uint8)
+
+
 def test_swap_layer_moves_what_it_says(swap_layer):
     case = swap_layer.Case(9, 656, 0.25, positions=640)
-    rows = swap_layer.measure(case, 2, "cpu", "none", ["ours", "gather", "gather_sorted", "copy"])
-    assert [row["impl"] for row in rows] == ["ours", "no_io", "gather", "gather_sorted", "copy"]
-    assert [row["misses"] for row in rows] == [9 * 16, 0, 9 * 16, 9 * 16, 9 * 16]
+    impls = ["ours", "ours_listed", "ours_ordered", "gather", "gather_sorted", "copy"]
+    rows = swap_layer.measure(case, memory(2, case), 9, "cpu", "none", impls)
+    assert [row["impl"] for row in rows] == ["ours", "no_io", *impls[1:]]
+    assert [row["misses"] for row in rows] == [9 * 16, 0, *[9 * 16] * 5]
+    assert {row["layers"] for row in rows} == {2}
     lists = swap_layer.topk_lists(case, 4)
     for before, after in zip(lists, lists[1:]):
         assert int((before != after).sum()) == case.misses
@@ -53,13 +59,19 @@ def test_swap_layer_notices_a_wrong_row(swap_layer):
         return table
 
     with mock.patch.object(swap_layer.Ours, "__call__", faulty), pytest.raises(AssertionError, match="wrong"):
-        swap_layer.measure(case, 2, "cpu", "none", ["ours"])
+        swap_layer.measure(case, memory(2, case), 2, "cpu", "none", ["ours"])
 
 
 @pytest.mark.parametrize("placement", ["contiguous", "pages", "random"])
 def test_placements_use_every_row_once(swap_layer, placement):
-    pool = swap_layer.Pool(swap_layer.Case(2, 656, 0.1, positions=640, placement=placement), 1, "cpu")
+    case = swap_layer.Case(2, 656, 0.1, positions=640, placement=placement)
+    pool = swap_layer.Pool(case, memory(1, case), 1, "cpu")
     assert torch.equal(pool.req_to_token.flatten().sort().values, torch.arange(1280, dtype=torch.int32))
+    larger = swap_layer.Case(2, 656, 0.1, positions=640, placement=placement, pool_rows=6400)
+    pool = swap_layer.Pool(larger, memory(1, larger, 6400), 1, "cpu")
+    assert len(pool.req_to_token.unique()) == 1280 and int(pool.req_to_token.max()) < 6400
+    with pytest.raises(ValueError, match="GB of host memory"):
+        swap_layer.Pool(larger, memory(1, case), 1, "cpu")
 
 
 def test_replayed_topk_sets_the_miss_rate(tiny_model):
