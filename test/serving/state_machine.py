@@ -23,7 +23,7 @@ PROMPTS = offload.prompts((1, 5, 64, 129, 300, 450), seed=11)
 MAX_NEW_TOKENS = 100
 MAX_UNFINISHED = 10
 MAX_STEPS_TO_SETTLE = 3000
-STATES = ("unreceived", "waiting", "between chunks", "running", "retracted", "finished", "any")
+STATES = ("unreceived", "waiting", "between chunks", "running", "retracted", "finished")
 AFTER = st.integers(0, 8)  # rounds of the event loop before a rule acts
 ENGINE = {
     "max_total_tokens": 1024,
@@ -201,10 +201,12 @@ class OffloadMachine(RuleBasedStateMachine):
         for prompt in prompts:
             self._submit(len(PROMPTS) - 1 - prompt, MAX_NEW_TOKENS)  # the simplest example has long prompts
 
-    @rule(prompt=st.integers(0, len(PROMPTS) - 1), n=st.integers(1, MAX_NEW_TOKENS))
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), n=st.integers(1, MAX_NEW_TOKENS), withdrawn=st.booleans())
     @watched
-    def submit(self, prompt, n):
-        self._submit(prompt, n)
+    def submit(self, prompt, n, withdrawn):
+        rid = self._submit(prompt, n)
+        if withdrawn and rid is not None:
+            self._abort(rid)  # the scheduler receives both at once
 
     @rule(prompts=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=3, max_size=6), n=st.sampled_from([2, 5, 20, 100]))
     @watched
@@ -239,13 +241,31 @@ class OffloadMachine(RuleBasedStateMachine):
     def step_on(self, n):
         self._step(n)
 
-    @rule(choice=st.integers(0, 1 << 16), state=st.sampled_from(STATES), after=AFTER)
+    @rule(choice=st.integers(0, 1 << 16), after=AFTER)
     @watched
-    def abort(self, choice, state, after):
+    def abort(self, choice, after):
+        """One in the state that has seen fewest aborts: most states are rare, and a drawn one is empty nearly always."""
         self._step(after)
-        rids = [rid for rid in list(self.prompt_of)[-30:] if state in ("any", self._state(rid))]
-        if rids:
-            self._abort(rids[choice % len(rids)])
+        found: Dict[str, List[str]] = {}
+        for rid in list(self.prompt_of)[-30:]:
+            found.setdefault(self._state(rid), []).append(rid)
+        if found:
+            state = min(sorted(found), key=lambda name: self.lab.counts[f"aborted: {name}"])
+            self._abort(found[state][choice % len(found[state])])
+
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), tokens=st.integers(1, 40))
+    @watched
+    def abort_running(self, prompt, tokens):
+        if self.paused:
+            return
+        rid = self._submit(prompt, MAX_NEW_TOKENS)
+        for _ in range(60):
+            if rid is None or rid in self.engine.finished:
+                return
+            if len(self.engine.outputs[rid]) >= tokens and self._state(rid) == "running":
+                self._abort(rid)
+                return
+            self._step(1)
 
     @rule(after=st.integers(0, 3))
     @watched
@@ -270,14 +290,16 @@ class OffloadMachine(RuleBasedStateMachine):
         self.engine.abort(all_requests=True)
         self.lab.counts["aborted: all"] += 1
 
-    @rule(after=AFTER)
+    @rule(after=AFTER, then_abort=st.booleans())
     @watched
-    def retract(self, after):
+    def retract(self, after, then_abort):
         self._step(after)
         if self.paused or len(self.running()) < 2:
             return
         try:
-            self.engine.retract(1, max_steps=8)
+            for rid in self.engine.retract(1, max_steps=8):
+                if then_abort and rid in self.prompt_of:
+                    self._abort(rid)
         except SchedulerError:  # meanwhile fewer than two ran
             self.lab.counts["retract came too late"] += 1
         self.lab.check_rows()
@@ -394,15 +416,16 @@ class OffloadMachine(RuleBasedStateMachine):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _submit(self, prompt: int, n: int) -> None:
+    def _submit(self, prompt: int, n: int) -> Optional[str]:
         if len(self.engine.unfinished()) >= MAX_UNFINISHED:
-            return
+            return None
         self.lab.counts["requests"] += 1
         # An abort matches the beginnings of rids: equal lengths keep it to one.
         rid = f"q{self.lab.counts['requests']:07d}"
         # Of requests that may stop early the base admits too many; of the others it counts every token beforehand.
         self.engine.submit(PROMPTS[prompt], n, rid=rid, ignore_eos=self.lab.counts["requests"] % 3 == 0)
         self.prompt_of[rid], self.length_of[rid] = prompt, n
+        return rid
 
     def _step(self, n: int) -> None:
         for _ in range(n):

@@ -57,6 +57,8 @@ def test_lives(tiny_model, expected, figures, variant):
     counts = dict(sorted(lab.counts.items()))
     figures["-".join(variant)] = {"steps": lab.steps, "seconds": lab.seconds, **counts}
     assert counts["requests"] and counts["evictions"]
+    aborted = {state: counts.get(f"aborted: {state}", 0) for state in state_machine.STATES}
+    assert all(aborted.values()) or lab.steps < 2000, aborted
     assert compared == "tokens" or counts["rows_checked"]
 
 
