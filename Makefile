@@ -26,13 +26,15 @@ $(STAMP): requirements.txt requirements-test.txt requirements-nodeps.txt require
 
 build: setup
 	$(SERIES) build
+	$(PYTHON) -m compileall -q build/sglang/python cpu_reference  # each server imports it all, several times
 
 demo: build
 	PYTHONPATH=cpu_reference:build/sglang/python:test $(PYTHON) -m demo
 
+# The series' own tests, test/srt, run once: each on the prefix that ends with its patch.
 test: build
 	$(SERIES) check $(CHECK) > build/prefixes.txt 2>&1 & prefixes=$$!; \
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile --durations 20 test; tests=$$?; \
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile --durations 20 test/project test/serving; tests=$$?; \
 	wait $$prefixes; checked=$$?; cat build/prefixes.txt; \
 	test $$tests = 0 && test $$checked = 0
 	$(SERIES) count --apart 10-nsa-offload-metrics

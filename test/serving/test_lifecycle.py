@@ -98,17 +98,17 @@ def test_full_host_pool_queues_or_retracts(tiny_model, expected, overlap):
         assert_survivors(engine, rids, expected)
 
 
-def test_twenty_prefill_batches_without_a_decode(tiny_model, overlap):
+def test_twelve_prefill_batches_without_a_decode(tiny_model, overlap):
     """Staged rows are reused while their prompts wait for a first decode step."""
-    work = offload.prompts([200 + 13 * i for i in range(20)], seed=1)
+    work = offload.prompts([200 + 13 * i for i in range(12)], seed=1)
     with InprocScheduler(tiny_model, **offload.server_args(), max_running_requests=32) as engine:
-        wanted = engine.run(work, 12)
+        wanted = engine.run(work, 6)
     settings = {"max_running_requests": 32, "chunked_prefill_size": 512, "context_length": 512}
     with engine_on(tiny_model, overlap, **settings) as engine:
         staging = offload.coordinator(engine).staging
         rids = []
         for prompt in work:  # a prompt arrives every round, and prefill goes first
-            rids.append(engine.submit(prompt, 12))
+            rids.append(engine.submit(prompt, 6))
             batch = engine.step()
             assert batch is None or batch.forward_mode.is_extend()
         assert sum(-(-len(prompt) // 64) for prompt in work) > 2 * staging.num_pages

@@ -279,12 +279,13 @@ def test_sigterm_lets_requests_finish_and_leaves_no_process(tiny_model, caching_
 @pytest.mark.parametrize("radix", [False, True], ids=["plain", "radix"])
 def test_retracted_requests_continue_with_the_same_tokens(tiny_model, tmp_path, radix):
     """Without the prefix cache because the pool is full; with it, by SGLang's own test switch."""
-    prompts, n = offload.prompts([70 + 10 * i for i in range(8)], seed=6), 200
+    prompts, n = offload.prompts([70 + 10 * i for i in range(8)], seed=6), 80
     if radix:
         args, env = ["--disaggregation-decode-enable-radix-cache"], {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
         prompts, n = [prompts[-1][:64] + ids for ids in prompts], 60
     else:
-        args, env = ["--max-total-tokens", "2048", "--num-reserved-decode-tokens", "16"], {}
+        # 18 pages; the requests end with 28.
+        args, env = ["--max-total-tokens", "1152", "--num-reserved-decode-tokens", "16"], {}
     with start(tiny_model, tmp_path, "bfloat16", *args, **env) as pair:
         pair.generate(prompts[0], 2)
         answers = pair.generate_all(prompts, n)

@@ -23,6 +23,7 @@ class TestServing(CustomTestCase):
         cls.model = environment.MODELS / "tiny"
         write_checkpoint(cls.model, TinySpec())
         cls.prompts = offload.prompts(LENGTHS)
+        cls.expected = {}
 
     def serve(self, dtype, overlap, **more):
         with InprocScheduler(
@@ -36,9 +37,10 @@ class TestServing(CustomTestCase):
         return outputs, counters
 
     def compare(self, dtype, overlap, **config):
-        expected, _ = self.serve(dtype, overlap)
+        if (dtype, overlap) not in self.expected:
+            self.expected[dtype, overlap], _ = self.serve(dtype, overlap)
         outputs, counters = self.serve(dtype, overlap, **offload.offload_args(**config))
-        self.assertEqual(outputs, expected)
+        self.assertEqual(outputs, self.expected[dtype, overlap])
         for hits, ring_hits, misses in counters:
             self.assertGreater(hits, 0)
             self.assertGreater(ring_hits, 0)
@@ -77,12 +79,12 @@ class TestServing(CustomTestCase):
                 **offload.offload_args(swap_kernels=swap_kernels),
             ) as engine:
                 for prompt in self.prompts:
-                    engine.submit(prompt, 40)
+                    engine.submit(prompt, 20 if swap_kernels == "cuda" else 40)
                 checked = 0
                 while engine.unfinished():
                     engine.step()
                     checked += sum(stamps.check(engine))
-                self.assertGreater(checked, 10000)
+                self.assertGreater(checked, 5000)
                 engine.drain()
                 offload.check_idle(engine)
 
