@@ -41,7 +41,8 @@ def start(tiny_model, folder, kv_cache_dtype, *decode_args, prefill=PLAIN_PREFIL
         # Chunks are sent as they are computed, so a long prompt takes several transfers.
         prefill_args=["--chunked-prefill-size", "256", *prefill],
         decode_args=[*offload.offload_command_line(), *decode_args],
-        env={**pd_recorder.install(folder / "record"), **env},
+        # A prefill node does not hear of an abort before the handshake; it gives up by itself, after 300 s by default.
+        env={**pd_recorder.install(folder / "record"), "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "90", **env},
     )
 
 
@@ -279,13 +280,12 @@ def test_sigterm_lets_requests_finish_and_leaves_no_process(tiny_model, caching_
 @pytest.mark.parametrize("radix", [False, True], ids=["plain", "radix"])
 def test_retracted_requests_continue_with_the_same_tokens(tiny_model, tmp_path, radix):
     """Without the prefix cache because the pool is full; with it, by SGLang's own test switch."""
-    prompts, n = offload.prompts([70 + 10 * i for i in range(8)], seed=6), 80
+    prompts, n = offload.prompts([70 + 10 * i for i in range(8)], seed=6), 200
     if radix:
         args, env = ["--disaggregation-decode-enable-radix-cache"], {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
         prompts, n = [prompts[-1][:64] + ids for ids in prompts], 60
     else:
-        # 18 pages; the requests end with 28.
-        args, env = ["--max-total-tokens", "1152", "--num-reserved-decode-tokens", "16"], {}
+        args, env = ["--max-total-tokens", "2048", "--num-reserved-decode-tokens", "16"], {}
     with start(tiny_model, tmp_path, "bfloat16", *args, **env) as pair:
         pair.generate(prompts[0], 2)
         answers = pair.generate_all(prompts, n)

@@ -14,7 +14,7 @@ from tiny_model import TinySpec, write_checkpoint
 from sglang.test.test_utils import CustomTestCase
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 300, 700)
-NEW_TOKENS = 90
+NEW_TOKENS = 66
 
 
 class TestServing(CustomTestCase):
