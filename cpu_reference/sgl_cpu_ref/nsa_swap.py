@@ -7,6 +7,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -80,6 +81,17 @@ class Kernels:
     def _library(self, entries: int = 1, row_bytes: int = 16) -> ctypes.CDLL:
         texts = [path.read_bytes() for folder in (self._sources, HERE) for path in sorted(folder.iterdir())]
         return _build(self._sources, hashlib.sha256(b"\0".join(texts)).hexdigest()[:16], entries, row_bytes)
+
+
+def copy_with_fault(sources: Path, folder: Path, file: str, old: str, new: str) -> Path:
+    """A copy of the kernels' sources in ``folder`` with a fault put in; LookupError where ``old`` is not in ``file``."""
+    copy = Path(folder) / "sources"
+    shutil.copytree(sources, copy)
+    text = (copy / file).read_text()
+    if old not in text:  # no AssertionError: that is what callers expect of a fault
+        raise LookupError(f"{file} has no {old!r}")
+    (copy / file).write_text(text.replace(old, new))
+    return copy
 
 
 class _Swap:

@@ -3,7 +3,6 @@
 A fault that changed nothing would mean that the part has no caller, or that these tests could not fail.
 """
 
-import shutil
 from contextlib import ExitStack
 from unittest import mock
 
@@ -264,13 +263,8 @@ def test_fault_in_the_cuda_kernels_changes_tokens(tiny_model, expected, cuda_set
     from sglang.jit_kernel import nsa_kv_offload as kernels
     from sglang.jit_kernel.utils import KERNEL_PATH
 
-    file, old, new = CUDA_FAULTS[fault]
-    sources = tmp_path / "sources"
-    shutil.copytree(KERNEL_PATH / "csrc" / "nsa_kv_offload", sources)
-    text = (sources / file).read_text()
-    assert old in text
-    (sources / file).write_text(text.replace(old, new))
-    made = nsa_swap.Kernels(sources)
+    sources = KERNEL_PATH / "csrc" / "nsa_kv_offload"
+    made = nsa_swap.Kernels(nsa_swap.copy_with_fault(sources, tmp_path, *CUDA_FAULTS[fault]))
     faulty = {"_swap_module": made.swap_module, "_gather_module": made.gather_module}
     with mock.patch.multiple(kernels, **faulty):
         assert serve(tiny_model, **cuda_settings) != expected
