@@ -57,23 +57,23 @@ def plant(fault: str, swap_kernels: str, stack: ExitStack) -> None:
         return load(self, layer, torch.where(host_slots < 0, host_slots, host_slots % rows), device_slots)
 
     # The same three for the CUDA kernels, whose queue is a plain list where its order is switched off.
-    def lost_queue(self, layer, queue, batch_size):
-        gather(self, 0, queue, batch_size)
+    def lost_queue(self, layer, queue):
+        gather(self, 0, queue)
 
-    def swapped_queue(self, layer, queue, batch_size):
+    def swapped_queue(self, layer, queue):
         host_rows, device_rows = self._host_kv.shape[1], self._device_kv[0].shape[0]
         host_slots = queue.host_slots.clone()
         queue.host_slots.copy_(queue.device_slots % host_rows)
         queue.device_slots.copy_(torch.where(host_slots < device_rows, host_slots, 0))
-        gather(self, layer, queue, batch_size)
+        gather(self, layer, queue)
 
-    def wrapped_queue(self, layer, queue, batch_size):
+    def wrapped_queue(self, layer, queue):
         queue.host_slots.remainder_((1 << 31) // self._row_bytes)
-        gather(self, layer, queue, batch_size)
+        gather(self, layer, queue)
 
     if swap_kernels == "cuda":
         lost, swapped, wrapped = lost_queue, swapped_queue, wrapped_queue
-        stack.enter_context(mock.patch.object(kernels, "ORDER_MIN_BATCH", 1 << 30))
+        stack.enter_context(mock.patch.object(kernels, "ORDER_MIN_ROWS", 1 << 30))
     moves = "gather_layer" if swap_kernels == "cuda" else "load_layer"
     replaced = {
         "layer_offset_lost": (Controller, moves, lost),

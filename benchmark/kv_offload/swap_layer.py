@@ -8,9 +8,9 @@ implementation has lists of its own, and the CPU's cache is overwritten before i
 the host's launch time. Times are medians over layers and steps.
 
 Rows: impl is one of
-  ours          swap_topk and gather_misses, as a server chooses its order by the batch
-  ours_listed   the same, rows in the order of their misses at any batch
-  ours_ordered  the same, rows in host-address order at any batch
+  ours          swap_topk and gather_misses, as a server chooses its order by the number of misses
+  ours_listed   the same, rows always in the order of their misses
+  ours_ordered  the same, rows always in host-address order
   no_io         the same two launches where nothing misses
   hisparse      load_cache_to_device_buffer_mla, block 1024
   transfer_kv   sgl-kernel's transfer_kv_per_layer_mla, the missing rows alone
@@ -36,6 +36,7 @@ WINDOW, TOP_K, RING, PAGE = 4096, 2048, 64, 64
 FIRST_WINDOW_SLOT = 64
 WARMUP, TIMED = 4, 6
 SPIN_CYCLES = 400_000
+NEVER = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Ours:
             FIRST_WINDOW_SLOT,
             WINDOW + RING,
         )
-        kernels.gather_misses(self.pool.host[layer], self.pool.device[layer], self.queue, self.case.batch)
+        kernels.gather_misses(self.pool.host[layer], self.pool.device[layer], self.queue)
         return page_table
 
 
@@ -220,7 +221,7 @@ def new_rows(case: Case, pool: Pool, lists: torch.Tensor, step: int) -> torch.Te
 
 def copies(case: Case, pool: Pool, lists: torch.Tensor) -> Dict[str, Callable]:
     """Copies of exactly the rows that a step misses, by other means: name to ``prepare(step)``, which gives ``run(layer)``."""
-    queue = kernels.MissQueue(case.batch, TOP_K, 1, pool.device.device)
+    queue = kernels.MissQueue(case.batch, TOP_K, pool.host.shape[1], pool.device.device)
     targets = FIRST_WINDOW_SLOT + torch.arange(case.misses, device=pool.device.device)
 
     def gather(ordered: bool) -> Callable:
@@ -234,8 +235,7 @@ def copies(case: Case, pool: Pool, lists: torch.Tensor) -> Dict[str, Callable]:
                 queue.device_slots[: len(slots)] = targets.int()
                 queue.state[0] = len(slots)
 
-            # A batch of one is never ordered: the list is taken as it stands.
-            return fill, lambda layer: kernels.gather_misses(pool.host[layer], pool.device[layer], queue, 1)
+            return fill, lambda layer: kernels.gather_misses(pool.host[layer], pool.device[layer], queue)
 
         return prepare
 
@@ -294,8 +294,8 @@ def measure(case: Case, memory: torch.Tensor, max_layers: int, device: str, gpu:
     for seed, name in enumerate(impls):
         lists = fresh_lists(seed)
         if name.startswith("ours") or name == "hisparse":
-            threshold = {"ours_listed": 1 << 30, "ours_ordered": 0}.get(name, kernels.ORDER_MIN_BATCH)
-            with mock.patch.object(kernels, "ORDER_MIN_BATCH", threshold):
+            threshold = {"ours_listed": NEVER, "ours_ordered": 0}.get(name, kernels.ORDER_MIN_ROWS)
+            with mock.patch.object(kernels, "ORDER_MIN_ROWS", threshold):
                 run_swaps(case, pool, lists.to(device), name, clock, add)
         elif case.misses:
             prepare = copies(case, pool, lists)[name]
@@ -305,7 +305,9 @@ def measure(case: Case, memory: torch.Tensor, max_layers: int, device: str, gpu:
                 for layer in range(pool.layers):
                     if fill is not None:
                         fill()
-                    times.append(clock(lambda: run(layer)))
+                    # As listed: the list is what is compared.
+                    with mock.patch.object(kernels, "ORDER_MIN_ROWS", NEVER):
+                        times.append(clock(lambda: run(layer)))
             add(name, times, case.misses)
     return rows
 
@@ -337,7 +339,7 @@ def pinned(num_bytes: int):
     """One buffer, pinned as a server pins its pool."""
     from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import PinnedBuffer
 
-    return PinnedBuffer(num_bytes, True)
+    return PinnedBuffer(num_bytes, True, chunk_bytes=num_bytes)  # a copy may not span registrations
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ import torch
 
 HERE = Path(__file__).resolve().parent / "cuda_on_cpu"
 THREADS = 64
+# Instances that every library has; others are built when they are asked for.
+ENTRIES, ROW_BYTES = (1, 2), (656, 1152)
 ORDERS = {"forward": 0, "backward": 1, "chance": 2}
 
 
@@ -24,7 +26,10 @@ class KernelError(RuntimeError):
 
 
 class _MissQueue(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("host_slots", "device_slots", "wanted", "target", "state")]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("host_slots", "device_slots", "wanted", "target", "state")),
+        ("capacity", ctypes.c_int),
+    ]
 
 
 class _SwapParams(ctypes.Structure):
@@ -56,6 +61,7 @@ class _GatherParams(ctypes.Structure):
         ("device_rows", ctypes.c_void_p),
         ("queue", _MissQueue),
         ("num_host_rows", ctypes.c_int),
+        ("order_min_rows", ctypes.c_int),
     ]
 
 
@@ -73,14 +79,19 @@ class Kernels:
         self._order, self._seed = ORDERS[order], seed
 
     def swap_module(self, top_k: int) -> "_Swap":
-        return _Swap(self._library(entries=-(-top_k // THREADS)), self._order, self._seed)
+        entries = -(-top_k // THREADS)
+        return _Swap(self._library(entries=entries), entries, self._order, self._seed)
 
     def gather_module(self, row_bytes: int) -> "_Gather":
-        return _Gather(self._library(row_bytes=row_bytes), self._order, self._seed)
+        return _Gather(self._library(row_bytes=row_bytes), row_bytes, self._order, self._seed)
 
-    def _library(self, entries: int = 1, row_bytes: int = 16) -> ctypes.CDLL:
-        texts = [path.read_bytes() for folder in (self._sources, HERE) for path in sorted(folder.iterdir())]
-        return _build(self._sources, hashlib.sha256(b"\0".join(texts)).hexdigest()[:16], entries, row_bytes)
+    def _library(self, entries: int = ENTRIES[0], row_bytes: int = ROW_BYTES[0]) -> ctypes.CDLL:
+        files = [path for folder in (self._sources, HERE) for path in sorted(folder.rglob("*")) if path.is_file()]
+        texts = [path.read_bytes() for path in files]
+        digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
+        entries_list = ENTRIES if entries in ENTRIES else (*ENTRIES, entries)
+        sizes = ROW_BYTES if row_bytes in ROW_BYTES else (*ROW_BYTES, row_bytes)
+        return _build(self._sources, digest, _listed(entries_list), _listed(sizes))
 
 
 def copy_with_fault(sources: Path, folder: Path, file: str, old: str, new: str) -> Path:
@@ -95,17 +106,17 @@ def copy_with_fault(sources: Path, folder: Path, file: str, old: str, new: str) 
 
 
 class _Swap:
-    def __init__(self, library, order: int, seed: int) -> None:
-        self._library, self._order, self._seed = library, order, seed
+    def __init__(self, library, size: int, order: int, seed: int) -> None:
+        self._library, self._size, self._order, self._seed = library, size, order, seed
 
     def run(self, topk, windows, rows, seq_lens, ring_begin, req_to_token, *rest) -> None:
-        offset_of, position_at, last_used, counters, page_table, *queue = rest[:-4]
-        ordered, ring_slots, first_window_slot, window_slots = rest[-4:]
+        offset_of, position_at, last_used, counters, page_table, *queue = rest[:-3]
+        ring_slots, first_window_slot, window_slots = rest[-3:]
         _check_contiguous(topk, windows, rows, seq_lens, offset_of, position_at, last_used, page_table)
         tensors = (topk, windows, rows, seq_lens, ring_begin, req_to_token, offset_of, position_at, last_used, counters)
         params = _SwapParams(
             *(tensor.data_ptr() for tensor in (*tensors, page_table)),
-            _queue(queue, ordered),
+            _queue(queue),
             req_to_token.stride(0),
             offset_of.shape[1],
             topk.shape[1],
@@ -115,25 +126,24 @@ class _Swap:
             window_slots,
         )
         wide = int(seq_lens.dtype == torch.int64)
-        _call(self._library.nsa_swap, params, seq_lens.data_ptr(), wide, topk.shape[0], self._order, self._seed)
+        _call(self._library.nsa_swap, self._size, params, ctypes.c_void_p(seq_lens.data_ptr()), wide, topk.shape[0], self._order, self._seed)
 
 
 class _Gather:
-    def __init__(self, library, order: int, seed: int) -> None:
-        self._library, self._order, self._seed = library, order, seed
+    def __init__(self, library, size: int, order: int, seed: int) -> None:
+        self._library, self._size, self._order, self._seed = library, size, order, seed
 
     def run(self, host_rows, device_rows, *rest) -> None:
-        *queue, ordered, blocks = rest
+        *queue, order_min_rows, blocks = rest
         _check_contiguous(host_rows, device_rows)
         params = _GatherParams(
-            host_rows.data_ptr(), device_rows.data_ptr(), _queue(queue, ordered), host_rows.shape[0]
+            host_rows.data_ptr(), device_rows.data_ptr(), _queue(queue), host_rows.shape[0], order_min_rows
         )
-        _call(self._library.nsa_gather, params, min(blocks, 3), self._order, self._seed)
+        _call(self._library.nsa_gather, self._size, params, min(blocks, 3), self._order, self._seed)
 
 
-def _queue(tensors, ordered: bool) -> _MissQueue:
-    host_slots, device_slots, wanted, target, state = (tensor.data_ptr() for tensor in tensors)
-    return _MissQueue(host_slots, device_slots, wanted if ordered else None, target, state)
+def _queue(tensors) -> _MissQueue:
+    return _MissQueue(*(tensor.data_ptr() for tensor in tensors), len(tensors[0]) // 2)
 
 
 def _check_contiguous(*tensors) -> None:
@@ -142,23 +152,25 @@ def _check_contiguous(*tensors) -> None:
             raise KernelError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous")
 
 
-def _call(function, params, *args) -> None:
+def _call(function, size: int, params, *args) -> None:
     function.restype = ctypes.c_char_p
-    first, *rest = args
-    pointer = ctypes.c_void_p(first) if function.__name__ == "nsa_swap" else first
-    error = function(ctypes.byref(params), pointer, *rest)
+    error = function(size, ctypes.byref(params), *args)
     if error is not None:
         raise KernelError(error.decode())
 
 
+def _listed(values) -> str:
+    return ",".join(map(str, values))
+
+
 @functools.cache
-def _build(sources: Path, digest: str, entries: int, row_bytes: int) -> ctypes.CDLL:
+def _build(sources: Path, digest: str, entries: str, row_bytes: str) -> ctypes.CDLL:
     folder = Path(tempfile.gettempdir()) / f"cuda_on_cpu-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{digest}-{entries}-{row_bytes}.so"
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
-        command = ["g++", "-std=c++20", "-O3", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{sources}"]
+        command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{sources}", f"-I{HERE}"]
         command += [f"-DENTRIES={entries}", f"-DROW_BYTES={row_bytes}", str(HERE / "nsa_kv_offload.cpp"), "-o", str(made)]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:

@@ -37,14 +37,14 @@ struct Tensor {
 int main() {
   Tensor topk({0, 2048}, kDLInt, 32), none({0}, kDLInt, 32), lengths({0}, kDLInt, LENGTH_BITS), windows({9}, kDLInt, 32);
   Tensor rows({40, 33000}, kDLInt, 32), offsets({9, 32772}, kDLInt, 16), positions({9, 4096}, kDLInt, 32);
-  Tensor stamps({9, 4096}, kDLInt, 16), counters({3}, kDLInt, 64), list({9 * 2048}, kDLInt, 32);
-  Tensor wanted({313}, kDLInt, 32), target({10000}, kDLInt, 32), state({3}, kDLInt, 32);
+  Tensor stamps({9, 4096}, kDLInt, 16), counters({3}, kDLInt, 64), list({18 * 2048}, kDLInt, 32);
+  Tensor wanted({313}, kDLInt, 32), target({10000}, kDLInt, 32), state({4}, kDLInt, 32);
   nsa_kv_offload::Swap<1024, 2>::run(
       topk, none, none, lengths, windows, rows, offsets, positions, stamps, counters, topk, list, list, wanted, target, state,
-      true, 64, 64, 4160);
+      64, 64, 4160);
   Tensor host({10000, 656}, kDLUInt, 8, kDLCPU), device({40000, 656}, kDLUInt, 8);
   try {
-    nsa_kv_offload::Gather<512, 656, 4>::run(host, device, list, list, wanted, target, state, true, 32);
+    nsa_kv_offload::Gather<512, 656, 4>::run(host, device, list, list, wanted, target, state, 1024, 32);
   } catch (const std::exception& error) {
     std::cout << error.what() << std::endl;
   }

@@ -238,20 +238,16 @@ CUDA_FAULTS = {
         "marks[offsets[e]] = kTouched;\n      last_used[offsets[e]] = now;",
         "last_used[offsets[e]] = now + 1;",
     ),
-    "all but the first piece of host slots dropped": (
-        "gather.cuh",
-        "(params.num_host_rows + kPieceSlots - 1) / kPieceSlots",
-        "1",
-    ),
-    "end of a row not copied": ("gather.cuh", "kSteps = (kUnits + 31) / 32", "kSteps = kUnits / 32"),
+    "every other wanted row dropped": ("gather.cuh", "first < num_rows; first +=", "first < num_rows; first += 1 +"),
+    "end of a row not copied": ("gather.cuh", "= (kUnits + kWarpSize - 1) / kWarpSize", "= kUnits / kWarpSize"),
 }
 
 
 @pytest.fixture(scope="module")
 def cuda_settings(tiny_model, expected):
-    """Two requests are enough for the ordered queue."""
+    """One row is enough for the ordered queue."""
     settings = offload.offload_args(swap_kernels="cuda")
-    with mock.patch("sglang.jit_kernel.nsa_kv_offload.ORDER_MIN_BATCH", 2):
+    with mock.patch("sglang.jit_kernel.nsa_kv_offload.ORDER_MIN_ROWS", 1):
         assert serve(tiny_model, **settings) == expected
         yield settings
 

@@ -23,7 +23,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 SOURCES = KERNEL_PATH / "csrc" / "nsa_kv_offload"
 ROW_BYTES = (656, 1152)
-NUM_SEEDS = 300 if ON_GPU else 42
+NUM_SEEDS = 120 if ON_GPU else 42
 TABLES = ("offset_of_position", "position_at_offset", "last_used", "counters", "page_table")
 
 try:
@@ -42,29 +42,28 @@ def run_on_cpu(order="forward", seed=0, sources=SOURCES):
     return mock.patch.multiple(kernels, _swap_module=made.swap_module, _gather_module=made.gather_module)
 
 
-def run_swap(case, ordered):
+def run_swap(case):
     """One swap on copies of a case: every tensor by name, the queue, the loads."""
     t = SimpleNamespace(
         **{name: v.to(DEVICE, copy=True) for name, v in vars(case).items() if isinstance(v, torch.Tensor)}
     )
     t.queue = kernels.MissQueue(len(t.topk), case.k, case.num_host_rows, DEVICE)
-    with mock.patch.object(kernels, "ORDER_MIN_BATCH", 0 if ordered else 1 << 20):
-        t.page_table = kernels.swap_topk(
-            t.topk,
-            t.batch_windows,
-            t.batch_rows,
-            t.seq_lens,
-            t.ring_begin,
-            t.req_to_token[:, : case.context],
-            t.offset_of_position,
-            t.position_at_offset,
-            t.last_used,
-            t.counters,
-            t.queue,
-            case.ring_slots,
-            oracle.RING_WINDOW_BASE,
-            case.window_slots,
-        )
+    t.page_table = kernels.swap_topk(
+        t.topk,
+        t.batch_windows,
+        t.batch_rows,
+        t.seq_lens,
+        t.ring_begin,
+        t.req_to_token[:, : case.context],
+        t.offset_of_position,
+        t.position_at_offset,
+        t.last_used,
+        t.counters,
+        t.queue,
+        case.ring_slots,
+        oracle.RING_WINDOW_BASE,
+        case.window_slots,
+    )
     return t
 
 
@@ -74,9 +73,9 @@ def run_gather(t, case, ordered, row_bytes=656, blocks=5):
     host = torch.randint(0, 256, (case.num_host_rows, row_bytes), dtype=torch.uint8)
     before = torch.randint(0, 256, (num_device_rows, row_bytes), dtype=torch.uint8)
     device = before.to(DEVICE, copy=True)
-    with mock.patch.object(kernels, "ORDER_MIN_BATCH", 0 if ordered else 1 << 20):
+    with mock.patch.object(kernels, "ORDER_MIN_ROWS", 0 if ordered else 1 << 20):
         kernels.gather_misses(
-            host.pin_memory() if ON_GPU else host, device, t.queue, len(case.topk), blocks
+            host.pin_memory() if ON_GPU else host, device, t.queue, blocks
         )
     return host, before, device.cpu()
 
@@ -97,12 +96,12 @@ class TestSwap(CustomTestCase):
     def compare(self, case, ordered, order, row_bytes=656, seed=0):
         expected = oracle.swap(case)
         with self.on(order, seed):
-            t = run_swap(case, ordered)
+            t = run_swap(case)
             for name in TABLES:
                 got, want = getattr(t, name).cpu(), getattr(expected, name)
                 self.assertEqual(got.dtype, want.dtype, name)
                 self.assertTrue(torch.equal(got, want), f"{name}:\n{got}\nnot\n{want}")
-            self.check_queue(t, expected, ordered)
+            self.check_queue(t, expected)
             host, before, after = run_gather(t, case, ordered, row_bytes)
         for host_slot, device_slot in expected.loads:
             before[device_slot] = host[host_slot]
@@ -110,17 +109,20 @@ class TestSwap(CustomTestCase):
         self.assertFalse(t.queue.state.any())
         self.assertFalse(t.queue.wanted.any())
 
-    def check_queue(self, t, expected, ordered):
-        misses, listed = t.queue.state.tolist()[:2]
-        self.assertEqual(misses, len(expected.loads))
-        count = listed if ordered else misses
-        loads = list(zip(t.queue.host_slots[:count].tolist(), t.queue.device_slots[:count].tolist()))
+    def check_queue(self, t, expected):
+        misses, again = t.queue.state.tolist()[:2]
+        middle = len(t.queue.host_slots) // 2
+
+        def listed(begin, count):
+            slots = (t.queue.host_slots, t.queue.device_slots)
+            return list(zip(*(part[begin : begin + count].tolist() for part in slots)))
+
+        self.assertEqual(sorted(listed(0, misses)), sorted(expected.loads))
         bits = t.queue.wanted.cpu().numpy().view("uint8")
         wanted = [8 * i + bit for i, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1]
-        loads += [(slot, int(t.queue.target[slot])) for slot in wanted]
+        self.assertEqual(wanted, sorted({slot for slot, _ in expected.loads}))
+        loads = [(slot, int(t.queue.target[slot])) for slot in wanted] + listed(middle, again)
         self.assertEqual(sorted(loads), sorted(expected.loads))
-        if ordered:
-            self.assertEqual(wanted, sorted({slot for slot, _ in expected.loads}))
 
     def test_random_cases(self):
         for seed in range(NUM_SEEDS):
@@ -137,13 +139,47 @@ class TestSwap(CustomTestCase):
                 case = oracle.random_case(lru_slots, 2, (2048, lru_slots, 64, 20000))
                 self.compare(case, ordered, "chance")
 
+    def compare_gather(self, num_host_rows, density, order, seed=0, row_bytes=656):
+        """A queue that no swap filled: any density of wanted rows, and some listed ones."""
+        generator = torch.Generator().manual_seed(seed)
+        slots = (torch.rand(num_host_rows, generator=generator) < density).nonzero().flatten()
+        listed = slots[:: len(slots) // 20 + 1]
+        targets = torch.randperm(len(slots) + len(listed), generator=generator).int() + 1
+        queue = kernels.MissQueue(1, len(slots) + len(listed), num_host_rows, DEVICE)
+        bits = torch.zeros(len(queue.wanted) * 32, dtype=torch.int64)
+        bits[slots] = 1
+        words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
+        queue.wanted.copy_((words - (words >> 31 << 32)).int())
+        queue.target[slots.to(DEVICE)] = targets[: len(slots)].to(DEVICE)
+        again = len(queue.host_slots) // 2
+        queue.host_slots[again : again + len(listed)] = listed.int().to(DEVICE)
+        queue.device_slots[again : again + len(listed)] = targets[len(slots) :].to(DEVICE)
+        queue.state[:2] = torch.tensor([len(targets), len(listed)], device=DEVICE)
+        host = torch.randint(0, 256, (num_host_rows, row_bytes), dtype=torch.uint8)
+        before = torch.randint(0, 256, (len(targets) + 2, row_bytes), dtype=torch.uint8)
+        device = before.to(DEVICE, copy=True)
+        with self.on(order, seed):
+            with mock.patch.object(kernels, "ORDER_MIN_ROWS", 0):
+                kernels.gather_misses(host.pin_memory() if ON_GPU else host, device, queue)
+        before[targets.long()] = host[torch.cat([slots, listed])]
+        self.assertTrue(torch.equal(device.cpu(), before), "rows")
+        self.assertFalse(queue.state.any())
+        self.assertFalse(queue.wanted.any())
+
+    def test_gather_of_any_density(self):
+        """More rows than a block lists at a time, more chunks than blocks, and single rows far apart."""
+        for num_host_rows, density in ((5000, 0.8), (17001, 0.03), (40000, 0.0005)):
+            for order in dict.fromkeys(order for _, order in self.modes()):
+                with self.subTest(num_host_rows=num_host_rows, order=order):
+                    self.compare_gather(num_host_rows * (16 if ON_GPU else 1), density, order)
+
     def test_duplicates_share_a_slot_and_a_load(self):
         for seed in range(12):
             for ordered, order in self.modes():
                 case = oracle.random_case(seed, duplicates=True)
                 expected = oracle.swap(case)
                 with self.subTest(seed=seed, order=order), self.on(order, seed):
-                    t = run_swap(case, ordered)
+                    t = run_swap(case)
                     # Which of two entries claims the load decides the ranks, hence which victim it gets.
                     self.assertEqual(t.counters.tolist(), expected.counters.tolist())
                     self.check_tables(t)
@@ -197,6 +233,7 @@ class TestSwap(CustomTestCase):
                     *(4, oracle.RING_WINDOW_BASE, case.window_slots),
                 )
                 queue.state.zero_()
+                queue.wanted.zero_()
                 for b, window in enumerate(case.batch_windows.tolist()):
                     ages = (int(t.seq_lens[b]) - before[0][window].int()) % 65536
                     buckets = torch.tensor([oracle.age_bucket(age) for age in ages.tolist()])
@@ -219,8 +256,8 @@ class TestFaults(CustomTestCase):
         "a hit stays old": ("swap.cuh", "      last_used[offsets[e]] = now;\n      ++num_hits;", "      ++num_hits;"),
         "a load stays old": (
             "swap.cuh",
-            "    last_used[offsets[e]] = now;\n    page_table",
-            "    page_table",
+            "    last_used[offsets[e]] = now;\n    const int slot",
+            "    const int slot",
         ),
         "youngest first": ("swap.cuh", "bucket > boundary", "bucket < boundary"),
         "evicted position kept": ("swap.cuh", "if (evicted[e] >= 0) offset_of[evicted[e]] = kAbsent;", ""),
@@ -228,29 +265,40 @@ class TestFaults(CustomTestCase):
         "host slot of another row": ("swap.cuh", "params.batch_rows[row] * params.row_stride", "row * params.row_stride"),
         "ranks off by one": ("swap.cuh", "rank = misses.before;", "rank = misses.before > 0 ? misses.before - 1 : 0;"),
         "ring of another size": ("swap.cuh", "positions[e] % params.ring_slots", "positions[e] % (params.ring_slots + 1)"),
-        "no barrier before the victims": ("swap.cuh", "passes above\n  __syncthreads();", "passes above\n"),
-        "no barrier in the scan": ("swap.cuh", "sums[warp] = upto;\n  __syncthreads();", "sums[warp] = upto;\n"),
-        "no barrier after the marks": (
+        "no barrier before the victims": (
             "swap.cuh",
-            "(kClaimed - (first_entry + e));\n  }\n  __syncthreads();",
-            "(kClaimed - (first_entry + e));\n  }\n",
+            "shared.queued_before = queued_before;\n  __syncthreads();",
+            "shared.queued_before = queued_before;\n",
         ),
-        "no barrier after the histogram": (
+        "no barrier in the scan": ("scan.cuh", "sums[warp] = upto;\n  __syncthreads();", "sums[warp] = upto;\n"),
+        "no barrier after the claims": (
             "swap.cuh",
-            "__popc(peers));\n      }\n    }\n  }\n  __syncthreads();",
-            "__popc(peers));\n      }\n    }\n  }\n",
+            "const bool any_absent = __syncthreads_or(absent != 0);",
+            "const bool any_absent = true;",
         ),
+        "no barrier in the sum": ("scan.cuh", "= of_own_warp;\n  __syncthreads();", "= of_own_warp;\n"),
+        "a sum overwritten": ("swap.cuh", "shared.search_sums[turn]", "shared.search_sums[0]"),
+        "boundary off by one": ("swap.cuh", "if (count >= need) {", "if (count > need) {"),
         "duplicates claim twice": ("swap.cuh", "const bool claims =", "const bool claims = true ||"),
-        "a shared row dropped": ("swap.cuh", "if (listed >> e & 1) {", "if (queue.wanted == nullptr) {"),
-        "a row's end not copied": ("gather.cuh", "kSteps = (kUnits + 31) / 32", "kSteps = kUnits / 32"),
-        "bits left behind": ("gather.cuh", "if (word != 0) params.queue.wanted[piece * 32 + lane] = 0;", ""),
-        "last waiting rows dropped": ("gather.cuh", "if (waiting > 0) copy_waiting();", ""),
-        "a piece read twice": ("gather.cuh", "next = word_of(piece + warps);", "next = word_of(piece + 1);"),
+        "a shared row dropped": (
+            "swap.cuh",
+            "queue.device_slots[again] = slot;",
+            "queue.device_slots[again] = 0;",
+        ),
+        "a row's end not copied": ("gather.cuh", "= (kUnits + kWarpSize - 1) / kWarpSize", "= kUnits / kWarpSize"),
+        "bits left behind": ("gather.cuh", "if (word != 0) queue.wanted[first_slot / 32] = 0;", ""),
+        "a chunk left out": ("gather.cuh", "static_cast<int>(gridDim.x) + atomicAdd", "static_cast<int>(gridDim.x) + 1 + atomicAdd"),
+        "last chunk dropped": ("gather.cuh", "(words + kThreads - 1) / kThreads", "words / kThreads"),
+        "rows beyond a list dropped": ("gather.cuh", "begin < rows.total; begin", "begin < rows.total && begin == 0; begin"),
+        "no barrier after listing": ("gather.cuh", "      }\n      __syncthreads();", "      }"),
+        "no barrier before listing again": ("gather.cuh", "if (begin > 0) __syncthreads();", ""),
+        "sums overwritten": ("gather.cuh", "shared.scan_sums[turn]", "shared.scan_sums[0]"),
+        "next chunk overwritten": ("gather.cuh", "shared.next_chunk[turn ^ 1] = next_chunk", "shared.next_chunk[turn] = next_chunk"),
         "queue not emptied": ("gather.cuh", "queue.state[i] = 0;", ";"),
-        "last rows of the list dropped": ("gather.cuh", "first < listed; first +=", "first + share <= listed - 1; first +="),
-        "list forgotten when ordered": ("gather.cuh", "  gather_listed<kRowBytes, kRows>(params, listed);", "  if (queue.wanted == nullptr) gather_listed<kRowBytes, kRows>(params, listed);"),
-        "last piece dropped": ("gather.cuh", "(params.num_host_rows + kPieceSlots - 1) / kPieceSlots", "params.num_host_rows / kPieceSlots"),
-        "host and device slot swapped": ("gather.cuh", "static_cast<int64_t>(device_slots[i]) * kRowBytes", "static_cast<int64_t>(host_slots[i]) * kRowBytes"),
+        "last rows of the list dropped": ("gather.cuh", "first < num_rows; first +=", "first + share <= num_rows - 1; first +="),
+        "rows wanted again forgotten": ("gather.cuh", "queue.state[kAgain],", "0,"),
+        "bits of listed rows left behind": ("gather.cuh", "queue.wanted[queue.host_slots[i] / 32] = 0;", ""),
+        "host and device slot swapped": ("gather.cuh", "static_cast<int64_t>(targets[i])", "static_cast<int64_t>(host_slots[i])"),
     }
 
     def test_each_fault_is_caught(self):
@@ -287,9 +335,12 @@ class TestFaults(CustomTestCase):
                         test.compare(case, ordered, order, ROW_BYTES[seed % 2], seed)
                     doubled = oracle.random_case(seed, duplicates=True)
                     with test.on(order, seed):
-                        t = run_swap(doubled, False)
+                        t = run_swap(doubled)
                     test.check_tables(t)
                     test.assertEqual(t.counters.tolist(), oracle.swap(doubled).counters.tolist())
+                    if seed < 3:
+                        for num_host_rows, density in ((5000, 0.8), (17001, 0.03), (40000, 0.0005)):
+                            test.compare_gather(num_host_rows, density, order, seed)
                 except (AssertionError, RuntimeError, IndexError):
                     return True
         return False

@@ -123,17 +123,34 @@ inline void run_block(Order order) {
     fiber.waits = Waits::kNothing;
     fiber.warp_phase = fiber.block_phase = 0;
   }
-  for (bool moved = true; moved;) {
-    if (order == kByChance) std::shuffle(turns.begin(), turns.end(), machine.random);
-    for (int thread : turns) {
-      if (machine.fibers[thread].done || machine.fibers[thread].waits != Waits::kNothing) continue;
-      run_until_it_waits(thread);
-      if (machine.error != nullptr) return;
+  // Run those of [begin, end) in `turns` that can.
+  const auto run_some = [&](int begin, int end) {
+    for (int i = begin; i < end && machine.error == nullptr; ++i) {
+      const Fiber& fiber = machine.fibers[turns[i]];
+      if (!fiber.done && fiber.waits == Waits::kNothing) run_until_it_waits(turns[i]);
     }
-    moved = release(0, threads, Waits::kBlock);
-    for (int begin = 0; begin < threads; begin += kWarp) moved |= release(begin, begin + kWarp, Waits::kWarp);
-    if (machine.error != nullptr) return;
+  };
+  std::vector<int> warps((threads + kWarp - 1) / kWarp);
+  for (int i = 0; i < static_cast<int>(warps.size()); ++i) warps[i] = i * kWarp;
+  for (bool moved = true; moved && machine.error == nullptr;) {
+    if (order == kByChance) {
+      // One warp after the other as far as it comes, so that a fast one meets what slow ones have yet to read.
+      std::shuffle(warps.begin(), warps.end(), machine.random);
+      for (int begin : warps) {
+        const int end = std::min(begin + kWarp, threads);
+        do {
+          std::shuffle(turns.begin() + begin, turns.begin() + end, machine.random);
+          run_some(begin, end);
+        } while (machine.error == nullptr && release(begin, end, Waits::kWarp));
+      }
+      moved = release(0, threads, Waits::kBlock);
+    } else {
+      run_some(0, threads);
+      moved = release(0, threads, Waits::kBlock);
+      for (int begin : warps) moved |= release(begin, std::min(begin + kWarp, threads), Waits::kWarp);
+    }
   }
+  if (machine.error != nullptr) return;
   for (int i = 0; i < threads; ++i) {
     if (!machine.fibers[i].done) machine.error = "threads of a block wait for each other in different places";
   }
@@ -258,6 +275,11 @@ inline T __ldcs(const T* address) {
   return *address;
 }
 
+inline unsigned __vcmpgtu4(unsigned a, unsigned b) {
+  unsigned bytes = 0;
+  for (int shift = 0; shift < 32; shift += 8) bytes |= (a >> shift & 0xff) > (b >> shift & 0xff) ? 0xffu << shift : 0;
+  return bytes;
+}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }

@@ -26,9 +26,9 @@ SWAP_THREADS = 1024
 GATHER_THREADS = 512
 GATHER_BLOCKS = 32
 GATHER_ROWS_IN_FLIGHT = 4  # a warp
-# Below this batch the queue is a plain list: to order it costs more than scattered reads.
-ORDER_MIN_BATCH = 8
-_NUM_STATES = 3
+# Fewer rows are gathered as listed: to find their order costs more than scattered reads.
+ORDER_MIN_ROWS = 1024
+_NUM_STATES = 4
 
 
 class MissQueue:
@@ -43,35 +43,31 @@ class MissQueue:
         device: of the queue.
 
     Attributes:
-        host_slots: ``[max_batch * top_k]`` int32, the plain list.
-        device_slots: ``[max_batch * top_k]`` int32.
+        host_slots: ``[2 * max_batch * top_k]`` int32, the rows as listed; from the middle on those
+            that were wanted before.
+        device_slots: ``[2 * max_batch * top_k]`` int32.
         wanted: ``[ceil(num_host_rows / 32)]`` int32, a bit for each host slot.
         target: ``[num_host_rows]`` int32 device slot of a wanted host slot.
-        state: ``[3]`` int32 counts.
+        state: ``[4]`` int32 counts.
     """
 
     def __init__(self, max_batch: int, top_k: int, num_host_rows: int, device):
         def zeros(size: int) -> torch.Tensor:
             return torch.zeros((size,), dtype=torch.int32, device=device)
 
-        self.host_slots = zeros(max_batch * top_k)
-        self.device_slots = zeros(max_batch * top_k)
+        self.host_slots = zeros(2 * max_batch * top_k)
+        self.device_slots = zeros(2 * max_batch * top_k)
         self.wanted = zeros(-(-num_host_rows // 32))
         self.target = zeros(num_host_rows)
         self.state = zeros(_NUM_STATES)
 
     # Device bytes, beside a few words.
-    BYTES_PER_ENTRY = 8
+    BYTES_PER_ENTRY = 16
     BYTES_PER_HOST_ROW = 4 + 1 / 8
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors, in the kernels' order."""
         return (self.host_slots, self.device_slots, self.wanted, self.target, self.state)
-
-
-def is_ordered(batch_size: int) -> bool:
-    """Whether the misses of a batch are gathered in host-address order."""
-    return batch_size >= ORDER_MIN_BATCH
 
 
 def compile_kernels(top_k: int, row_bytes: int) -> None:
@@ -136,7 +132,6 @@ def swap_topk(
         counters,
         page_table,
         *queue.tensors(),
-        is_ordered(topk.shape[0]),
         ring_slots,
         first_window_slot,
         window_slots,
@@ -148,20 +143,20 @@ def gather_misses(
     host_rows: torch.Tensor,
     device_rows: torch.Tensor,
     queue: MissQueue,
-    batch_size: int,
     blocks: int = GATHER_BLOCKS,
 ) -> None:
     """Copy the queued rows of one layer from the host, and empty the queue.
+
+    From ``ORDER_MIN_ROWS`` rows on in the order of their host addresses.
 
     Args:
         host_rows: ``[num_host_rows, row_bytes]`` uint8, pinned; row_bytes a multiple of 16.
         device_rows: ``[num_device_rows, row_bytes]`` uint8.
         queue: as ``swap_topk`` filled it.
-        batch_size: rows of that call's top-k, which decides whether the queue is ordered.
         blocks: thread blocks; few fill the link.
     """
     _gather_module(host_rows.shape[1]).run(
-        host_rows, device_rows, *queue.tensors(), is_ordered(batch_size), blocks
+        host_rows, device_rows, *queue.tensors(), ORDER_MIN_ROWS, blocks
     )
 
 

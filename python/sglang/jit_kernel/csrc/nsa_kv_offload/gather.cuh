@@ -1,126 +1,147 @@
 /// Copies the rows of a miss queue from the host pool into the windows, and empties the queue.
 ///
-/// Scattered rows of a large pool miss address translations; in host-address order the rows in flight share them.
+/// Scattered rows of a large pool miss address translations; rows in flight that lie close together share them. So
+/// rows go in address order, unless they are so few that to find the order costs more.
 #pragma once
 
+#include <sgl_kernel/utils.cuh>
+
 #include "miss_queue.cuh"
+#include "scan.cuh"
 
 namespace nsa_kv_offload {
 
-constexpr int kPieceSlots = 1024;  // host slots that a warp looks at together: one word of `wanted` a lane
+constexpr int kListRows = 1024;  // rows of a chunk that a block lists at a time
 
 struct GatherParams {
   const uint8_t* host_rows;  // [num_host_rows, row bytes] pinned
   uint8_t* device_rows;      // [*, row bytes]
   MissQueue queue;
   int num_host_rows;
+  int order_min_rows;
+};
+
+/// Shared memory of a block. Two of what a fast warp writes for its next chunk while slow ones still read.
+struct GatherShared {
+  int host_slots[kListRows];
+  int device_slots[kListRows];
+  int scan_sums[2][kMaxWarps];
+  int next_chunk[2];
 };
 
 /// Copy up to kRows rows, all loads before the first store. `count` is the same for the whole warp.
 template <int kRowBytes, int kRows>
 __device__ __forceinline__ void
-copy_rows(const GatherParams& params, const int (&host_slots)[kRows], const int (&device_slots)[kRows], int count) {
-  constexpr int kUnits = kRowBytes / sizeof(uint4), kSteps = (kUnits + 31) / 32;
+copy_rows(const GatherParams& params, const int* host_slots, const int* device_slots, int count) {
+  constexpr int kUnits = kRowBytes / sizeof(uint4), kSteps = (kUnits + kWarpSize - 1) / kWarpSize;
   static_assert(kRowBytes % sizeof(uint4) == 0);
-  const int lane = threadIdx.x % 32;
-  uint4 units[kSteps][kRows];
+  const int lane = threadIdx.x % kWarpSize;
+  uint4 units[kRows][kSteps];
+  int targets[kRows];
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
+  for (int i = 0; i < kRows; ++i) {
+    const int64_t start = static_cast<int64_t>(i < count ? host_slots[i] : 0) * kRowBytes;
+    targets[i] = i < count ? device_slots[i] : 0;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int unit = lane + step * 32;
+    for (int step = 0; step < kSteps; ++step) {
+      const int unit = lane + step * kWarpSize;
       if (i < count && unit < kUnits) {
-        const int64_t start = static_cast<int64_t>(host_slots[i]) * kRowBytes;
-        units[step][i] = __ldcs(reinterpret_cast<const uint4*>(params.host_rows + start) + unit);
+        units[i][step] = __ldcs(reinterpret_cast<const uint4*>(params.host_rows + start) + unit);
       }
     }
   }
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
+  for (int i = 0; i < kRows; ++i) {
+    const int64_t start = static_cast<int64_t>(targets[i]) * kRowBytes;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int unit = lane + step * 32;
+    for (int step = 0; step < kSteps; ++step) {
+      const int unit = lane + step * kWarpSize;
       if (i < count && unit < kUnits) {
-        const int64_t start = static_cast<int64_t>(device_slots[i]) * kRowBytes;
-        reinterpret_cast<uint4*>(params.device_rows + start)[unit] = units[step][i];
+        reinterpret_cast<uint4*>(params.device_rows + start)[unit] = units[i][step];
       }
     }
   }
 }
 
-/// Number of this warp among all; neighbours lie in different blocks, so that little work still uses every one.
-__device__ __forceinline__ int warp_number() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
-
-/// The listed rows, in the list's order, shared out evenly among all warps.
+/// Share out a list among warps in its order, evenly where it is short.
 template <int kRowBytes, int kRows>
-__device__ void gather_listed(const GatherParams& params, int listed) {
-  const int warps = gridDim.x * blockDim.x / 32;
-  const int even = (listed + warps - 1) / warps;
+__device__ __forceinline__ void copy_list(
+    const GatherParams& params, const int* host_slots, const int* device_slots, int num_rows, int warp, int num_warps) {
+  const int even = (num_rows + num_warps - 1) / num_warps;
   const int share = even < kRows ? even : kRows;
-  for (int first = warp_number() * share; first < listed; first += warps * share) {
-    const int count = listed - first < share ? listed - first : share;
-    int host_slots[kRows], device_slots[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      host_slots[i] = i < count ? params.queue.host_slots[first + i] : 0;
-      device_slots[i] = i < count ? params.queue.device_slots[first + i] : 0;
-    }
-    copy_rows<kRowBytes, kRows>(params, host_slots, device_slots, count);
+  for (int first = warp * share; first < num_rows; first += num_warps * share) {
+    const int count = num_rows - first < share ? num_rows - first : share;
+    copy_rows<kRowBytes, kRows>(params, host_slots + first, device_slots + first, count);
   }
 }
 
-/// The wanted rows in address order: all warps walk through the pieces side by side, so that at any time they
-/// read from one small stretch of the pool. Clears the bits it takes.
-template <int kRowBytes, int kRows>
-__device__ void gather_wanted(const GatherParams& params) {
-  const int lane = threadIdx.x % 32;
-  const int warps = gridDim.x * blockDim.x / 32;
-  const int words = (params.num_host_rows + 31) / 32;
-  const int pieces = (params.num_host_rows + kPieceSlots - 1) / kPieceSlots;
-  const auto word_of = [&](int piece) {
-    const int index = piece * 32 + lane;
-    return piece < pieces && index < words ? params.queue.wanted[index] : 0u;
+/// The wanted rows: blocks take chunks of the bitmap in turn, in address order, and the warps of a block share each
+/// chunk's rows, so that all rows in flight come from a few neighbouring chunks. Clears the bits it takes.
+template <int kThreads, int kRowBytes, int kRows>
+__device__ void gather_wanted(const GatherParams& params, GatherShared& shared) {
+  const MissQueue& queue = params.queue;
+  const int thread = threadIdx.x;
+  const int words = (params.num_host_rows + 31) / 32, chunks = (words + kThreads - 1) / kThreads;
+  const auto word_of = [&](int chunk) {
+    const int index = chunk * kThreads + thread;
+    return chunk < chunks && index < words ? queue.wanted[index] : 0u;
   };
+  const auto take_chunk = [&] { return static_cast<int>(gridDim.x) + atomicAdd(&queue.state[kChunks], 1); };
 
-  // Rows wait until kRows of them can be in flight together, also where a piece has few: lane i holds the i-th.
-  int waiting = 0, waiting_slot = 0;
-  const auto copy_waiting = [&] {
-    const int target = lane < waiting ? params.queue.target[waiting_slot] : 0;
-    int host_slots[kRows], device_slots[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      host_slots[i] = __shfl_sync(0xffffffffu, waiting_slot, i);
-      device_slots[i] = __shfl_sync(0xffffffffu, target, i);
+  int chunk = blockIdx.x;
+  uint32_t next_word = word_of(chunk);
+  if (thread == 0) shared.next_chunk[0] = take_chunk();
+  for (int turn = 0; chunk < chunks; turn ^= 1) {
+    const uint32_t word = next_word;
+    const int first_slot = (chunk * kThreads + thread) * 32;
+    if (word != 0) queue.wanted[first_slot / 32] = 0;
+    const ScanResult rows = scan_block<kThreads>(__popc(word), shared.scan_sums[turn]);
+    chunk = shared.next_chunk[turn];
+    // Both arrive while this chunk's rows are copied.
+    next_word = word_of(chunk);
+    const int next_chunk = thread == 0 ? take_chunk() : 0;
+    for (int begin = 0; begin < rows.total; begin += kListRows) {
+      if (begin > 0) __syncthreads();  // the rows listed before have been read
+      int rank = rows.before - begin;
+      for (uint32_t rest = word; rest != 0; rest &= rest - 1, ++rank) {
+        if (rank < 0 || rank >= kListRows) continue;
+        const int host_slot = first_slot + __ffs(rest) - 1;
+        shared.host_slots[rank] = host_slot;
+        shared.device_slots[rank] = queue.target[host_slot];
+      }
+      __syncthreads();
+      const int listed = rows.total - begin < kListRows ? rows.total - begin : kListRows;
+      copy_list<kRowBytes, kRows>(
+          params, shared.host_slots, shared.device_slots, listed, thread / kWarpSize, kThreads / kWarpSize);
     }
-    copy_rows<kRowBytes, kRows>(params, host_slots, device_slots, waiting);
-    waiting = 0;
-  };
-
-  uint32_t next = word_of(warp_number());
-  for (int piece = warp_number(); piece < pieces; piece += warps) {
-    uint32_t word = next;
-    next = word_of(piece + warps);  // arrives while this piece is copied
-    if (word != 0) params.queue.wanted[piece * 32 + lane] = 0;
-    for (unsigned lanes = __ballot_sync(0xffffffffu, word != 0); lanes != 0;
-         lanes = __ballot_sync(0xffffffffu, word != 0)) {
-      const int owner = __ffs(lanes) - 1;
-      const int bit = __ffs(__shfl_sync(0xffffffffu, word, owner)) - 1;
-      if (lane == owner) word &= word - 1;
-      if (lane == waiting) waiting_slot = (piece * 32 + owner) * 32 + bit;
-      if (++waiting == kRows) copy_waiting();
-    }
+    if (thread == 0) shared.next_chunk[turn ^ 1] = next_chunk;
   }
-  if (waiting > 0) copy_waiting();
 }
 
 template <int kThreads, int kRowBytes, int kRows>
-__global__ void __launch_bounds__(kThreads) gather_kernel(const GatherParams params) {
+__global__ void __launch_bounds__(kThreads, 1) gather_kernel(const GatherParams params) {
+  extern __shared__ uint32_t shared_memory[];
+  static_assert(kThreads % kWarpSize == 0 && kThreads <= kMaxWarps * kWarpSize);
   const MissQueue& queue = params.queue;
+  device::PDLWaitPrimary<true>();
   const int misses = queue.state[kMisses];
   if (misses == 0) return;  // for every block alike: the state changes only once all of them have read it
-  const int listed = queue.wanted != nullptr ? queue.state[kListed] : misses;
-  if (queue.wanted != nullptr) gather_wanted<kRowBytes, kRows>(params);
-  gather_listed<kRowBytes, kRows>(params, listed);
+  const int warp = (blockIdx.x * kThreads + threadIdx.x) / kWarpSize, num_warps = gridDim.x * kThreads / kWarpSize;
+  if (misses < params.order_min_rows) {
+    copy_list<kRowBytes, kRows>(params, queue.host_slots, queue.device_slots, misses, warp, num_warps);
+    for (int i = blockIdx.x * kThreads + threadIdx.x; i < misses; i += gridDim.x * kThreads) {
+      queue.wanted[queue.host_slots[i] / 32] = 0;
+    }
+  } else {
+    gather_wanted<kThreads, kRowBytes, kRows>(params, *reinterpret_cast<GatherShared*>(shared_memory));
+    copy_list<kRowBytes, kRows>(
+        params,
+        queue.host_slots + queue.capacity,
+        queue.device_slots + queue.capacity,
+        queue.state[kAgain],
+        warp,
+        num_warps);
+  }
 
   __syncthreads();  // every thread of this block has read the state
   if (threadIdx.x != 0) return;

@@ -15,11 +15,10 @@ inline MissQueue view_queue(
     const tvm::ffi::TensorView device_slots,
     const tvm::ffi::TensorView wanted,
     const tvm::ffi::TensorView target,
-    const tvm::ffi::TensorView state,
-    const bool ordered) {
+    const tvm::ffi::TensorView state) {
   using namespace host;
   auto device = SymbolicDevice{};
-  auto capacity = SymbolicSize{"queue capacity"};
+  auto capacity = SymbolicSize{"queue lists"};
   TensorMatcher({capacity}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(host_slots).verify(device_slots);
   // A matcher holds on to the first size it sees, also where any is allowed.
   TensorMatcher({-1}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(wanted);
@@ -28,9 +27,10 @@ inline MissQueue view_queue(
   return {
       static_cast<int32_t*>(host_slots.data_ptr()),
       static_cast<int32_t*>(device_slots.data_ptr()),
-      ordered ? static_cast<uint32_t*>(wanted.data_ptr()) : nullptr,
+      static_cast<uint32_t*>(wanted.data_ptr()),
       static_cast<int32_t*>(target.data_ptr()),
-      static_cast<int32_t*>(state.data_ptr())};
+      static_cast<int32_t*>(state.data_ptr()),
+      static_cast<int>(capacity.unwrap() / 2)};
 }
 
 template <int kThreads, int kEntries>
@@ -53,7 +53,6 @@ struct Swap {
       const tvm::ffi::TensorView wanted,
       const tvm::ffi::TensorView target,
       const tvm::ffi::TensorView state,
-      const bool ordered,
       const int64_t ring_slots,
       const int64_t first_window_slot,
       const int64_t window_slots) {
@@ -87,7 +86,7 @@ struct Swap {
     RuntimeCheck(k <= kThreads * kEntries, "top-k ", k, " is above ", kThreads * kEntries);
     // No window stands twice in a batch, and padded rows queue nothing.
     const int64_t requests = batch < N.unwrap() ? batch : N.unwrap();
-    RuntimeCheck(host_slots.size(0) >= requests * k, "the miss queue holds fewer than ", requests * k, " entries");
+    RuntimeCheck(host_slots.size(0) / 2 >= requests * k, "the miss queue holds fewer than ", requests * k, " entries");
     if (batch == 0) return;
 
     const auto launch = [&]<typename SeqLen>(const SeqLen* lengths) {
@@ -103,7 +102,7 @@ struct Swap {
           static_cast<uint16_t*>(last_used.data_ptr()),
           static_cast<unsigned long long*>(counters.data_ptr()),
           static_cast<int32_t*>(page_table.data_ptr()),
-          view_queue(host_slots, device_slots, wanted, target, state, ordered),
+          view_queue(host_slots, device_slots, wanted, target, state),
           R.unwrap(),
           C.unwrap(),
           k,
@@ -132,7 +131,7 @@ struct Gather {
       const tvm::ffi::TensorView wanted,
       const tvm::ffi::TensorView target,
       const tvm::ffi::TensorView state,
-      const bool ordered,
+      const int64_t order_min_rows,
       const int64_t blocks) {
     using namespace host;
     auto N = SymbolicSize{"host rows"};
@@ -140,15 +139,18 @@ struct Gather {
     TensorMatcher({N, kRowBytes}).with_dtype<uint8_t>().with_device<kDLCUDAHost, kDLCPU>().verify(host_rows);
     TensorMatcher({-1, kRowBytes}).with_dtype<uint8_t>().with_device<kDLCUDA>(device).verify(device_rows);
     RuntimeCheck(
-        !ordered || (target.size(0) >= N.unwrap() && wanted.size(0) * 32 >= N.unwrap()),
-        "the miss queue orders fewer host slots than ",
+        target.size(0) >= N.unwrap() && wanted.size(0) * 32 >= N.unwrap(),
+        "the miss queue has fewer host slots than ",
         N.unwrap());
     const auto params = GatherParams{
         static_cast<const uint8_t*>(host_rows.data_ptr()),
         static_cast<uint8_t*>(device_rows.data_ptr()),
-        view_queue(host_slots, device_slots, wanted, target, state, ordered),
-        static_cast<int>(N.unwrap())};
-    LaunchKernel(blocks, kThreads, device.unwrap())(gather_kernel<kThreads, kRowBytes, kRows>, params);
+        view_queue(host_slots, device_slots, wanted, target, state),
+        static_cast<int>(N.unwrap()),
+        static_cast<int>(order_min_rows)};
+    // Overlaps its launch with the end of the swap before it.
+    LaunchKernel(blocks, kThreads, device.unwrap(), sizeof(GatherShared))
+        .enable_pdl(true)(gather_kernel<kThreads, kRowBytes, kRows>, params);
   }
 };
 

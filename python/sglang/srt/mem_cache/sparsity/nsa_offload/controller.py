@@ -70,17 +70,17 @@ class SparseCacheController:
             self._copy_layer(self._host_kv[layer], self._device_kv[layer], source, target)
             return self._record(self._load_stream)
 
-    def gather_layer(self, layer: int, queue: MissQueue, batch_size: int) -> None:
+    def gather_layer(self, layer: int, queue: MissQueue) -> None:
         """Copy the queued rows of one layer from the host, on the current stream.
 
         Nothing has to be waited for: what reads the rows is queued behind the copy.
 
         Args:
             layer: index within this rank.
-            queue: as ``swap_topk`` filled it for a batch of ``batch_size``.
+            queue: as ``swap_topk`` filled it.
         """
         host_rows, device_rows = self._rows(self._host_kv[layer]), self._rows(self._device_kv[layer])
-        gather_misses(host_rows, device_rows, queue, batch_size)
+        gather_misses(host_rows, device_rows, queue)
 
     def store_layer(
         self, layer: int, device_slots: torch.Tensor, host_slots: torch.Tensor

@@ -129,7 +129,7 @@ class FusedSwapAdaptor(NSABackendAdaptor):
             self._first_window_slot,
             self._queue,
         )
-        self._controller.gather_layer(layer_id, self._queue, len(selected_indices))
+        self._controller.gather_layer(layer_id, self._queue)
         return page_table
 
     def commit(self, layer_id: int, batch_windows: torch.Tensor) -> None:
