@@ -2,8 +2,8 @@
 
     HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/decode_step.py --out decode_step.json
 
-With ``--miss-rates`` the top-k is replayed (`replayed_topk.py`), in every implementation alike; 0 is the cost without copies.
-Without, index keys are filled at random, since the fake transfer backend delivers no bytes: queries then select rows all over
+With ``--miss-rates`` the top-k is replayed (`replayed_topk.py`), in every implementation alike; 0 is the cost without copies. One
+engine an implementation serves all batches and miss rates. Without, index keys are filled at random, since the fake transfer backend delivers no bytes: queries then select rows all over
 the context. Either way the misses are counted on the GPU and reported.
 """
 
@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Iterator
 
 import harness  # noqa: F401  (sets the environment; before sglang and torch)
 
@@ -22,6 +23,7 @@ from replayed_topk import lists_of, replayed_topk
 from harness.scheduler import InprocScheduler
 
 FAKE_HOST = "2.2.2.2"
+TOP_K = 2048
 
 
 def impl_args(impl: str, args) -> dict:
@@ -45,20 +47,26 @@ def randomize_index_keys(pool) -> None:
 
 
 @contextlib.contextmanager
-def chosen_topk(miss_rate, args):
+def chosen_topk(args):
     """What sets the top-k of a run; yields None where the indexer does."""
-    if miss_rate is None:
+    if args.miss_rates is None:
         yield None
         return
-    steps = args.warmup + args.steps * args.rounds + 5
-    lists = lists_of(steps, args.batch, 2048, args.context, miss_rate).cuda()
+    # Filled before each measurement; in graphs it is read from the same place.
+    lists = torch.zeros((steps_of(args), max(args.batches), TOP_K), dtype=torch.int32, device="cuda")
     with replayed_topk(lists, args.layers) as replay:
         yield replay
 
 
-def measure(impl: str, model: Path, miss_rate, args) -> dict:
+def steps_of(args) -> int:
+    return args.warmup + args.steps * args.rounds + 5
+
+
+def measure(impl: str, model: Path, args) -> Iterator[dict]:
+    """Rows of one implementation: every batch at every miss rate."""
     begin = time.time()
-    with chosen_topk(miss_rate, args) as replay, InprocScheduler(
+    batches = sorted(args.batches)
+    with chosen_topk(args) as replay, InprocScheduler(
         model,
         overlap=True,
         kv_cache_dtype=args.dtype,
@@ -68,10 +76,10 @@ def measure(impl: str, model: Path, miss_rate, args) -> dict:
         disable_radix_cache=True,
         disaggregation_mode="decode",
         disaggregation_transfer_backend="fake",
-        cuda_graph_bs=[args.batch],
-        cuda_graph_max_bs=args.batch,
-        max_running_requests=args.batch,
-        max_total_tokens=args.batch * (args.context + 1024),
+        cuda_graph_bs=batches,
+        cuda_graph_max_bs=batches[-1],
+        max_running_requests=batches[-1],
+        max_total_tokens=batches[-1] * (args.context + 1024),
         mem_fraction_static=0.85,
         context_length=args.context + 2048,
         grammar_backend="none",
@@ -79,47 +87,59 @@ def measure(impl: str, model: Path, miss_rate, args) -> dict:
         **impl_args(impl, args),
     ) as engine:
         randomize_index_keys(engine.kv_pool)
-        built = time.time()
-        prompt = list(range(3, 3 + 4000)) * (args.context // 4000 + 1)
-        for room in range(args.batch):
-            engine.submit(prompt[: args.context], 900, bootstrap_host=FAKE_HOST, bootstrap_room=room)
-        engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == args.batch)
-        if replay is not None:
-            torch.cuda.synchronize()
-            replay.restart()
-        for _ in range(args.warmup):
-            engine.step()
-        coordinator = engine.scheduler.req_to_token_pool.sparse_coordinator
-        before = coordinator.lru.counters.clone() if coordinator is not None else None
-        times = []
-        for _ in range(args.rounds):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(args.steps):
-                engine.step()
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) / args.steps * 1e3)
-        row = {
+        common = {
             "impl": impl,
-            "replayed_miss_rate": miss_rate,
             "gpu": torch.cuda.get_device_name(),
-            "batch": args.batch,
             "context": args.context,
             "layers": args.layers,
-            "top_k": 2048,
+            "top_k": TOP_K,
             "window": args.window,
             "kv_dtype": args.dtype,
-            "step_ms": round(statistics.median(times), 3),
-            "step_ms_rounds": [round(t, 3) for t in times],
-            "tokens_per_s": round(args.batch / statistics.median(times) * 1e3),
-            "build_s": round(built - begin, 1),
+            "build_s": round(time.time() - begin, 1),
         }
-        if before is not None:
-            hits, ring, misses = (coordinator.lru.counters - before).sum(0).tolist()
-            row["miss_rate"] = round(misses / (hits + ring + misses), 4)
+        prompt = list(range(3, 3 + 4000)) * (args.context // 4000 + 1)
+        submitted = 0
+        for batch in batches:
+            while submitted < batch:
+                engine.submit(prompt[: args.context], 1000, bootstrap_host=FAKE_HOST, bootstrap_room=submitted)
+                submitted += 1
+            engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == batch)
+            for seed, miss_rate in enumerate(args.miss_rates or [None]):
+                if replay is not None:
+                    torch.cuda.synchronize()
+                    replay.play(lists_of(steps_of(args), batches[-1], TOP_K, args.context, miss_rate, seed))
+                times, counts = time_steps(engine, args)
+                row = {
+                    **common,
+                    "batch": batch,
+                    "replayed_miss_rate": miss_rate,
+                    "step_ms": round(statistics.median(times), 3),
+                    "step_ms_rounds": [round(t, 3) for t in times],
+                    "tokens_per_s": round(batch / statistics.median(times) * 1e3),
+                }
+                if counts is not None:
+                    row["miss_rate"] = round(counts[2] / sum(counts), 4)
+                yield row
         engine.abort(all_requests=True)
         engine.drain()
-    return row
+
+
+def time_steps(engine, args) -> tuple:
+    """Milliseconds a step of each round; hits, ring hits and misses of all of them where they are counted."""
+    for _ in range(args.warmup):
+        engine.step()
+    coordinator = engine.scheduler.req_to_token_pool.sparse_coordinator
+    before = coordinator.lru.counters.clone() if coordinator is not None else None
+    times = []
+    for _ in range(args.rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(args.steps):
+            engine.step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / args.steps * 1e3)
+    counts = (coordinator.lru.counters - before).sum(0).tolist() if coordinator is not None else None
+    return times, counts
 
 
 def main() -> None:
@@ -127,7 +147,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, default=Path("build/models/slim"))
     parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batches", nargs="*", type=int, default=[64])
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--dtype", default="fp8_e4m3")
@@ -139,10 +159,10 @@ def main() -> None:
     args = parser.parse_args()
     model = slim_model(args.model, args.layers)
     rows = []
-    for miss_rate in args.miss_rates or [None]:
-        for impl in args.impls:
-            rows.append(measure(impl, model, miss_rate, args))
-            print(json.dumps(rows[-1]), flush=True)
+    for impl in args.impls:
+        for row in measure(impl, model, args):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 

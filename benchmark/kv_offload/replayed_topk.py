@@ -40,7 +40,7 @@ def lists_of(steps: int, batch: int, top_k: int, context: int, miss_rate: float,
 def replayed_topk(lists: torch.Tensor, num_layers: int):
     """While open, `sgl_kernel`'s top-k functions give the next step's list after every ``num_layers`` calls.
 
-    Open it before graphs are captured, and call ``restart()`` of what it yields when the batch stands.
+    Open it before graphs are captured, and call ``play()`` of what it yields when the batch stands.
 
     Args:
         lists: as `lists_of` makes them, on the device of the model.
@@ -82,8 +82,9 @@ def replayed_topk(lists: torch.Tensor, num_layers: int):
         return slots[rows]
 
     class Replay:
-        def restart(self) -> None:
-            """Begin with the first list at the next forward."""
+        def play(self, others: torch.Tensor) -> None:
+            """Begin at the next forward with the first of other lists, of the same shape."""
+            lists.copy_(others)
             step.zero_()
 
     with (

@@ -82,7 +82,7 @@ def test_replayed_topk_sets_the_miss_rate(tiny_model):
     replay_module = load("replayed_topk")
     top_k, batch, steps, context = offload.TOP_K, 2, 8, 500
     lists = replay_module.lists_of(steps, batch, top_k, context, 0.25)
-    with replay_module.replayed_topk(lists, 3) as replay, InprocScheduler(
+    with replay_module.replayed_topk(torch.zeros_like(lists), 3) as replay, InprocScheduler(
         tiny_model,
         **offload.server_args(),
         **offload.offload_args(256),
@@ -94,7 +94,7 @@ def test_replayed_topk_sets_the_miss_rate(tiny_model):
             engine.submit(prompt, 20, bootstrap_host="2.2.2.2", bootstrap_room=room)
         engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == batch)
         counters = offload.coordinator(engine).lru.counters
-        replay.restart()
+        replay.play(lists)
         engine.step()
         before = counters.clone()
         for _ in range(steps - 1):

@@ -126,12 +126,17 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const GatherParams 
   device::PDLWaitPrimary<true>();
   const int misses = queue.state[kMisses];
   if (misses == 0) return;  // for every block alike: the state changes only once all of them have read it
-  const int warp = (blockIdx.x * kThreads + threadIdx.x) / kWarpSize, num_warps = gridDim.x * kThreads / kWarpSize;
+  const int thread = blockIdx.x * kThreads + threadIdx.x, num_threads = gridDim.x * kThreads;
+  const int num_warps = num_threads / kWarpSize;
   if (misses < params.order_min_rows) {
-    copy_list<kRowBytes, kRows>(params, queue.host_slots, queue.device_slots, misses, warp, num_warps);
-    for (int i = blockIdx.x * kThreads + threadIdx.x; i < misses; i += gridDim.x * kThreads) {
+    // Threads that have no row to copy come first.
+    for (int i = num_threads - 1 - thread; i < misses; i += num_threads) {
       queue.wanted[queue.host_slots[i] / 32] = 0;
     }
+    // Neighbours of a short list go to different blocks, so that it uses every one.
+    const bool is_short = misses <= num_warps;
+    const int warp = is_short ? threadIdx.x / kWarpSize * gridDim.x + blockIdx.x : thread / kWarpSize;
+    copy_list<kRowBytes, kRows>(params, queue.host_slots, queue.device_slots, misses, warp, num_warps);
   } else {
     gather_wanted<kThreads, kRowBytes, kRows>(params, *reinterpret_cast<GatherShared*>(shared_memory));
     copy_list<kRowBytes, kRows>(
@@ -139,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const GatherParams 
         queue.host_slots + queue.capacity,
         queue.device_slots + queue.capacity,
         queue.state[kAgain],
-        warp,
+        thread / kWarpSize,
         num_warps);
   }
 
