@@ -27,13 +27,13 @@ if ! find_python >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/nu
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv
 fi
 
-# Without a GPU, tests run the CUDA kernels' own source, made by g++; without it they skip.
+# Without a GPU, the CUDA kernels' own source runs, made by g++.
 if ! command -v g++ >/dev/null; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         apt-get update -qq
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++
-    fi || true
-    command -v g++ >/dev/null || echo "setup: tests of CUDA kernels need: apt-get install g++" >&2
+    fi
+    command -v g++ >/dev/null || { echo "setup: needs g++: apt-get install g++" >&2; exit 1; }
 fi
 
 if [ ! -x "$venv/bin/python" ]; then

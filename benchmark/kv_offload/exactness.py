@@ -107,7 +107,7 @@ def compare(left: list, right: list) -> dict:
 def case(args, model, work, dtype, graphs, overlap, off_runs) -> dict:
     """One row of the result: off against off, then on against off."""
     shared = settings(args, dtype, graphs)
-    row = {"kv_dtype": dtype, "graphs": graphs, "overlap": overlap, "window": args.window, "swap_kernels": args.swap_kernels}
+    row = {"kv_dtype": dtype, "graphs": graphs, "overlap": overlap, "window": args.window}
     off = [run(model, work, args.new_tokens, overlap, **shared) for _ in range(off_runs)]
     row["off_vs_off"] = [compare(off[0]["outputs"], other["outputs"]) for other in off[1:]]
     on = run(
@@ -116,7 +116,7 @@ def case(args, model, work, dtype, graphs, overlap, off_runs) -> dict:
         args.new_tokens,
         overlap,
         enable_decode_nsa_kv_offload=True,
-        decode_nsa_kv_offload_config=json.dumps({"window_size": args.window, "swap_kernels": args.swap_kernels}),
+        decode_nsa_kv_offload_config=json.dumps({"window_size": args.window}),
         **shared,
     )
     row["on_vs_off"] = compare(off[0]["outputs"], on["outputs"])
@@ -136,7 +136,6 @@ def main() -> None:
     parser.add_argument("--total-tokens", type=int, default=800 * 1024)
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--window", type=int, default=4096)
-    parser.add_argument("--swap-kernels", default="triton", choices=("triton", "cuda"))
     parser.add_argument("--off-runs", type=int, default=3, help="runs without offloading in the first case; 1 in the others")
     parser.add_argument("--cases", nargs="*", default=["all"], help="like fp8_e4m3:graphs:overlap")
     args = parser.parse_args()

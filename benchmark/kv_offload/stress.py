@@ -27,67 +27,50 @@ FAULTS = (
 )
 # Host slots below this lie within the first 2^31 bytes of a layer of 656-byte rows.
 FIRST_HIGH_SLOT = (1 << 31) // 656 // 64 * 64 + 64
-SLEEP_LOAD_CYCLES, SLEEP_STORE_CYCLES = 200_000, 4_000_000
 
 
-def plant(fault: str, swap_kernels: str, stack: ExitStack) -> None:
+def plant(fault: str, stack: ExitStack) -> None:
     """Replace a part by a faulty one until ``stack`` closes."""
     import torch
+    from sglang.jit_kernel import nsa_kv_offload as kernels
     from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController as Controller
     from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator as Coordinator
     from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
 
-    from sglang.jit_kernel import nsa_kv_offload as kernels
+    load, begin = Controller.load_layer, Coordinator.decode_begin
 
-    load, begin, gather = Controller.load_layer, Coordinator.decode_begin, Controller.gather_layer
+    def lost(self, layer, queue):
+        load(self, 0, queue)
 
-    def lost(self, layer, *slots):
-        return load(self, 0, *slots)
-
-    def swapped(self, layer, host_slots, device_slots):
-        host_rows, device_rows = self._host_kv.shape[1], self._device_kv[0].shape[0]
-        source = torch.where(device_slots < 0, device_slots, device_slots % host_rows)
-        return load(self, layer, source, torch.where(host_slots < device_rows, host_slots, -1))
-
-    def unmasked(self, batch_size, num_real, rows, seq_lens):
-        begin(self, batch_size, batch_size, rows, seq_lens)
-
-    def wrapped(self, layer, host_slots, device_slots):
-        rows = (1 << 31) // self._row_bytes
-        return load(self, layer, torch.where(host_slots < 0, host_slots, host_slots % rows), device_slots)
-
-    # The same three for the CUDA kernels, whose queue is a plain list where its order is switched off.
-    def lost_queue(self, layer, queue):
-        gather(self, 0, queue)
-
-    def swapped_queue(self, layer, queue):
+    def swapped(self, layer, queue):
         host_rows, device_rows = self._host_kv.shape[1], self._device_kv[0].shape[0]
         host_slots = queue.host_slots.clone()
         queue.host_slots.copy_(queue.device_slots % host_rows)
         queue.device_slots.copy_(torch.where(host_slots < device_rows, host_slots, 0))
-        gather(self, layer, queue)
+        load(self, layer, queue)
 
-    def wrapped_queue(self, layer, queue):
+    def wrapped(self, layer, queue):
         queue.host_slots.remainder_((1 << 31) // self._row_bytes)
-        gather(self, layer, queue)
+        load(self, layer, queue)
 
-    if swap_kernels == "cuda":
-        lost, swapped, wrapped = lost_queue, swapped_queue, wrapped_queue
-        stack.enter_context(mock.patch.object(kernels, "ORDER_MIN_ROWS", 1 << 30))
-    moves = "gather_layer" if swap_kernels == "cuda" else "load_layer"
+    def unmasked(self, batch_size, num_real, rows, seq_lens):
+        begin(self, batch_size, batch_size, rows, seq_lens)
+
+    # The faults are in the list of misses: gather by it, however many they are.
+    stack.enter_context(mock.patch.object(kernels, "ORDER_MIN_ROWS", 1 << 30))
     replaced = {
-        "layer_offset_lost": (Controller, moves, lost),
-        "host_and_device_slot_swapped": (Controller, moves, swapped),
+        "layer_offset_lost": (Controller, "load_layer", lost),
+        "host_and_device_slot_swapped": (Controller, "load_layer", swapped),
         "ring_of_one": (OffloadSizes, "ring_slots", property(lambda self: 1)),
         "padded_row_not_masked": (Coordinator, "decode_begin", unmasked),
         "write_back_skipped": (Coordinator, "forward_end", lambda *a: None),
-        "int32_address": (Controller, moves, wrapped),
+        "int32_address": (Controller, "load_layer", wrapped),
     }[fault]
     stack.enter_context(mock.patch.object(*replaced))
 
 
 def delay_copies(stack: ExitStack) -> None:
-    """Put a spin kernel before every copy, on its stream: what does not wait for a copy then sees stale rows."""
+    """Put a spin kernel before every copy to the host: what does not wait for it then sees stale rows."""
     import torch
     from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController as Controller
 
@@ -96,7 +79,7 @@ def delay_copies(stack: ExitStack) -> None:
     def delayed(self, stream, *inputs):
         context = after(self, stream, *inputs)
         with context:
-            torch.cuda._sleep(SLEEP_LOAD_CYCLES if stream is self._load_stream else SLEEP_STORE_CYCLES)
+            torch.cuda._sleep(SLEEP_STORE_CYCLES)
         return self._module.stream(stream)
 
     stack.enter_context(mock.patch.object(Controller, "_after_current", delayed))
@@ -135,13 +118,13 @@ def scenario(args) -> dict:
 
     begin = time.time()
     model = slim_model(args.model, args.layers)
-    more = {**settings(args, args.dtype, not args.eager), **offload.offload_args(2048, swap_kernels=args.swap_kernels)}
+    more = {**settings(args, args.dtype, not args.eager), **offload.offload_args(2048)}
     more.update(cuda_graph_bs=[1, 2, 4, 8], cuda_graph_max_bs=8, max_running_requests=8, chunked_prefill_size=4096)
     result = {"caught": None}
     with ExitStack() as stack:
         stamps = stack.enter_context(Stamps())
         if args.fault:
-            plant(args.fault, args.swap_kernels, stack)
+            plant(args.fault, stack)
         if args.delay:
             delay_copies(stack)
         engine = stack.enter_context(InprocScheduler(model, overlap=args.loop == "overlap", **more))
@@ -186,7 +169,7 @@ def children(args, parser) -> None:
     for name, flags, must_catch in plan(args.steps):
         if args.only and not any(part in name for part in args.only):
             continue
-        shared = ["--model", str(args.model), "--max-len", str(args.max_len), "--swap-kernels", args.swap_kernels]
+        shared = ["--model", str(args.model), "--max-len", str(args.max_len)]
         chosen = parser.parse_args([*shared, *flags])
         row = {"scenario": name, **scenario(chosen)}
         print(json.dumps({**row, "good": bool(row["caught"]) == must_catch}), flush=True)
@@ -210,7 +193,6 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--swap-kernels", default="triton", choices=("triton", "cuda"))
     parser.add_argument("--fault", choices=FAULTS)
     parser.add_argument("--delay", action="store_true")
     parser.add_argument("--high", action="store_true", help="occupy all slots below 2^31 bytes first")

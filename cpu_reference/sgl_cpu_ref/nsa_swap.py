@@ -179,11 +179,11 @@ def _build(sources: Path, digest: str, entries: str, row_bytes: str) -> ctypes.C
     return ctypes.CDLL(str(library))
 
 
-def install() -> None:
+def install(order: str = "forward") -> None:
     """Put these in place of the compiled modules of ``sglang.jit_kernel.nsa_kv_offload``."""
     from sglang.jit_kernel import nsa_kv_offload
     from sglang.jit_kernel.utils import KERNEL_PATH
 
-    made = Kernels(KERNEL_PATH / "csrc" / "nsa_kv_offload")
+    made = Kernels(KERNEL_PATH / "csrc" / "nsa_kv_offload", order)
     nsa_kv_offload._swap_module = made.swap_module
     nsa_kv_offload._gather_module = made.gather_module

@@ -77,7 +77,7 @@ def _has_module(name: str) -> bool:
 def _replace_triton_kernels() -> None:
     """Allocator, pool, quantisation and index-buffer kernels for which SGLang has Triton versions only."""
     import sglang.srt.utils
-    from sgl_cpu_ref import allocator, index_buffer, kv_pool, nsa_offload, nsa_swap, quant
+    from sgl_cpu_ref import allocator, index_buffer, kv_pool, nsa_swap, quant
     from sgl_cpu_ref.patching import replace_everywhere, replace_static
     from sglang.srt.layers.attention.nsa import index_buf_accessor
     from sglang.srt.mem_cache import common
@@ -101,9 +101,7 @@ def _replace_triton_kernels() -> None:
     replace_static(index_buf_accessor.GetK, "triton", index_buffer.get_k)
     replace_static(index_buf_accessor.GetS, "triton", index_buffer.get_s)
     replace_static(index_buf_accessor.GetKAndS, "triton", index_buffer.get_k_and_s)
-    if _has_module("sglang.jit_kernel.triton.nsa_kv_offload"):  # a patched tree; stock SGLang has no such kernels
-        nsa_offload.install()
-    if _has_module("sglang.jit_kernel.nsa_kv_offload"):
+    if _has_module("sglang.jit_kernel.nsa_kv_offload"):  # a patched tree; stock SGLang has no such kernels
         nsa_swap.install()
 
 

@@ -1,7 +1,6 @@
 """Environment and paths that SGLang needs on a CPU; with ``HARNESS_DEVICE=cuda``, on a GPU."""
 
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Dict, Optional
@@ -13,9 +12,6 @@ PATCHED = ROOT / "build" / "sglang" / "python"
 
 ON_GPU = os.environ.get("HARNESS_DEVICE") == "cuda"
 """On a GPU the installed kernels serve: neither stubs nor reference kernels are put in front of them."""
-
-CAN_RUN_CUDA_SOURCE = ON_GPU or shutil.which("g++") is not None
-"""Without a GPU the CPU reference compiles the source of the feature's CUDA kernels with g++."""
 
 DEFAULTS = {
     "SGLANG_USE_CPU_ENGINE": "1",

@@ -8,9 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import environment, offload
+from harness import offload
 from harness.scheduler import InprocScheduler
-from sglang.srt.mem_cache.sparsity.nsa_offload import adaptor as adaptor_module
 from sglang.srt.mem_cache.sparsity.nsa_offload.adaptor import NSAOffloadBackendAdaptor
 from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
 from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
@@ -36,15 +35,6 @@ def expected(tiny_model):
     return tokens
 
 
-def rolled(positions: torch.Tensor) -> torch.Tensor:
-    """Every list of the batch with its valid entries in reverse order, -1 left in place."""
-    out = positions.clone()
-    for row in out:
-        valid = row >= 0
-        row[valid] = row[valid].flip(0)
-    return out
-
-
 def host_pool_loses_the_layer(stack):
     init = NSAKVOnlyTokenToKVPoolHost.init_kv_buffer
 
@@ -64,9 +54,12 @@ def load_loses_the_layer(stack):
 def load_swaps_host_and_device_slots(stack):
     load = SparseCacheController.load_layer
 
-    def faulty(self, layer, host_slots, device_slots):
-        limit = self._device_kv[0].shape[0]
-        return load(self, layer, device_slots, torch.where(host_slots < limit, host_slots, -1))
+    def faulty(self, layer, queue):
+        host_slots = queue.host_slots.clone()
+        queue.host_slots.copy_(queue.device_slots % self._host_kv[0].shape[0])
+        queue.device_slots.copy_(host_slots % self._device_kv[0].shape[0])
+        load(self, layer, queue)
+        queue.wanted.zero_()
 
     stack.enter_context(mock.patch.object(SparseCacheController, "load_layer", faulty))
 
@@ -86,16 +79,15 @@ def write_back_writes_one_row_late(stack):
     )
 
 
-def a_miss_counts_as_a_hit(stack):
+def misses_are_not_loaded(stack):
     prepare = LRUCacheState.prepare_layer_swap
 
     def faulty(self, *args):
-        swap = prepare(self, *args)
-        missed = swap.miss_rank >= 0
-        return swap._replace(
-            window_offsets=torch.where(missed, 0, swap.window_offsets),
-            miss_rank=torch.full_like(swap.miss_rank, -1),
-        )
+        page_table = prepare(self, *args)
+        queue = args[-1]
+        queue.state.zero_()
+        queue.wanted.zero_()
+        return page_table
 
     stack.enter_context(mock.patch.object(LRUCacheState, "prepare_layer_swap", faulty))
 
@@ -104,50 +96,29 @@ def a_slot_goes_to_two_entries(stack):
     prepare = LRUCacheState.prepare_layer_swap
 
     def faulty(self, *args):
-        swap = prepare(self, *args)
-        first = swap.victim_offsets[:, :1]
-        return swap._replace(victim_offsets=torch.where(swap.victim_offsets >= 0, first, -1))
+        page_table = prepare(self, *args)
+        return torch.where(page_table > 0, page_table & ~1, page_table)
 
     stack.enter_context(mock.patch.object(LRUCacheState, "prepare_layer_swap", faulty))
 
 
-def post_process_enters_rows_in_the_wrong_order(stack):
-    post = LRUCacheState.lru_post_process
-
-    def faulty(self, layer, windows, swap):
-        post(self, layer, windows, swap._replace(miss_positions=rolled(swap.miss_positions)))
-
-    stack.enter_context(mock.patch.object(LRUCacheState, "lru_post_process", faulty))
-
-
-def positions_map_to_the_neighbour(stack):
-    real = adaptor_module.map_seq_positions_to_host_slots
-    stack.enter_context(
-        mock.patch.object(
-            adaptor_module,
-            "map_seq_positions_to_host_slots",
-            lambda positions, *a: real(torch.where(positions > 0, positions - 1, positions), *a),
-        )
-    )
-
-
 def request_rows_are_mixed_up(stack):
-    real = adaptor_module.map_seq_positions_to_host_slots
-    stack.enter_context(
-        mock.patch.object(
-            adaptor_module, "map_seq_positions_to_host_slots", lambda p, rows, table: real(p, rows.flip(0), table)
-        )
-    )
+    prepare = LRUCacheState.prepare_layer_swap
+
+    def faulty(self, layer, topk, windows, seq_lens, rows, *args):
+        return prepare(self, layer, topk, windows, seq_lens, rows.flip(0), *args)
+
+    stack.enter_context(mock.patch.object(LRUCacheState, "prepare_layer_swap", faulty))
 
 
 def page_table_is_shifted(stack):
-    real = adaptor_module.build_gpu_page_table
+    real = NSAOffloadBackendAdaptor.adapt_for_attn_metadata
 
-    def faulty(*args):
-        table, slots = real(*args)
-        return torch.where(table > 0, table + 1, table), slots
+    def faulty(self, *args, **kwargs):
+        page_table = real(self, *args, **kwargs)
+        return torch.where(page_table > 0, page_table + 1, page_table)
 
-    stack.enter_context(mock.patch.object(adaptor_module, "build_gpu_page_table", faulty))
+    stack.enter_context(mock.patch.object(NSAOffloadBackendAdaptor, "adapt_for_attn_metadata", faulty))
 
 
 def windows_overlap(stack):
@@ -209,10 +180,8 @@ FAULTS = [
     prefill_rows_are_not_stored,
     decoded_rows_are_not_written_back,
     write_back_writes_one_row_late,
-    a_miss_counts_as_a_hit,
+    misses_are_not_loaded,
     a_slot_goes_to_two_entries,
-    post_process_enters_rows_in_the_wrong_order,
-    positions_map_to_the_neighbour,
     request_rows_are_mixed_up,
     page_table_is_shifted,
     windows_overlap,
@@ -230,9 +199,12 @@ def test_fault_changes_tokens(tiny_model, expected, fault):
         assert serve(tiny_model, **offload.offload_args()) != expected
 
 
-CUDA_FAULTS = {
+# In the stages of a swap that one launch does together.
+KERNEL_FAULTS = {
     "rows of another request": ("swap.cuh", "params.batch_rows[row] * params.row_stride", "row * params.row_stride"),
+    "positions map to the neighbour's host slot": ("swap.cuh", "host_slot_of[positions[e]]", "host_slot_of[positions[e] ^ 1]"),
     "a victim's position kept": ("swap.cuh", "if (evicted[e] >= 0) offset_of[evicted[e]] = kAbsent;", ""),
+    "a row entered as its neighbour": ("swap.cuh", "static_cast<int16_t>(offsets[e]);", "static_cast<int16_t>(offsets[e] ^ 1);"),
     "hits are evicted first": (
         "swap.cuh",
         "marks[offsets[e]] = kTouched;\n      last_used[offsets[e]] = now;",
@@ -243,27 +215,23 @@ CUDA_FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def cuda_settings(tiny_model, expected):
-    """One row is enough for the ordered queue."""
-    settings = offload.offload_args(swap_kernels="cuda")
-    with mock.patch("sglang.jit_kernel.nsa_kv_offload.ORDER_MIN_ROWS", 1):
-        assert serve(tiny_model, **settings) == expected
-        yield settings
+@pytest.mark.parametrize("order_min_rows", [1, 1 << 30])
+def test_tokens_in_either_order_of_the_rows(tiny_model, expected, order_min_rows):
+    with mock.patch("sglang.jit_kernel.nsa_kv_offload.ORDER_MIN_ROWS", order_min_rows):
+        assert serve(tiny_model, **offload.offload_args()) == expected
 
 
-@pytest.mark.skipif(not environment.CAN_RUN_CUDA_SOURCE, reason="needs g++")
-@pytest.mark.parametrize("fault", CUDA_FAULTS)
-def test_fault_in_the_cuda_kernels_changes_tokens(tiny_model, expected, cuda_settings, fault, tmp_path):
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_fault_in_the_kernels_changes_tokens(tiny_model, expected, fault, tmp_path):
     from sgl_cpu_ref import nsa_swap
     from sglang.jit_kernel import nsa_kv_offload as kernels
     from sglang.jit_kernel.utils import KERNEL_PATH
 
     sources = KERNEL_PATH / "csrc" / "nsa_kv_offload"
-    made = nsa_swap.Kernels(nsa_swap.copy_with_fault(sources, tmp_path, *CUDA_FAULTS[fault]))
+    made = nsa_swap.Kernels(nsa_swap.copy_with_fault(sources, tmp_path, *KERNEL_FAULTS[fault]))
     faulty = {"_swap_module": made.swap_module, "_gather_module": made.gather_module}
     with mock.patch.multiple(kernels, **faulty):
-        assert serve(tiny_model, **cuda_settings) != expected
+        assert serve(tiny_model, **offload.offload_args()) != expected
 
 
 def test_window_kept_by_its_former_owner_changes_tokens(tiny_model):

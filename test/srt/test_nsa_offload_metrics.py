@@ -6,7 +6,7 @@ import unittest
 from types import SimpleNamespace
 from unittest import mock
 
-import nsa_offload_oracle as oracle  # first: chooses the device
+import nsa_offload_tools as tools  # first: chooses the device
 import prometheus_client
 import torch
 from harness import environment, offload
@@ -28,6 +28,7 @@ SIZES = OffloadSizes(
     row_bytes=656,
     max_context=516,
     page_size=64,
+    top_k=64,
 )
 LIMIT = shortage.HOST_MEMORY
 
@@ -364,8 +365,8 @@ class TestMetrics(CustomTestCase):
             short = module.__name__.rsplit(".", 1)[1]
             for name, (old, new) in faults.items():
                 with self.subTest(f"{short}: {name}"):
-                    parts = {"metrics": oracle.mutated(metrics, "import time", "import time")}
-                    parts[short] = oracle.mutated(module, old, new)
+                    parts = {"metrics": tools.mutated(metrics, "import time", "import time")}
+                    parts[short] = tools.mutated(module, old, new)
                     self.assertTrue(any(self.fails(check, parts) for check in CHECKS))
 
     @staticmethod

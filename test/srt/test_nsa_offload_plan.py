@@ -9,7 +9,7 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-import nsa_offload_oracle  # noqa: F401  (first: chooses the device)
+import nsa_offload_tools  # noqa: F401  (first: chooses the device)
 
 from sglang.srt.mem_cache.sparsity.nsa_offload import plan
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
@@ -58,12 +58,12 @@ class TestAnswer(CustomTestCase):
         self.assertEqual(fit.off.request_bytes, 61 * 788 * 32768)
         self.assertEqual(fit.on.host_bytes, 61 * 656 * (count * 32768 + 64))
         # The formula of docs/design.md, by hand.
-        window = 61 * 656 * 4160 + 61 * (2 * (32768 + 4) + 6 * 4096) + 4096 + 4
-        self.assertEqual(fit.on.request_bytes, window + 32768 * 61 * 132 + 32768 // 16)
+        window = 61 * 656 * 4160 + 61 * (2 * (32768 + 4) + 6 * 4096) + 4 + 16 * 2048
+        self.assertEqual(fit.on.request_bytes, window + 32768 * 61 * 132 + 32768 // 16 * 67)
         tokens = count * 32768
         self.assertEqual(
             fit.on.device_bytes,
-            61 * 656 * 64 + (count + 1) * window + 61 * 132 * (tokens + 64) + tokens // 16,
+            61 * 656 * 64 + (count + 1) * window + 61 * 132 * (tokens + 64) + tokens // 16 * 67,
         )
         self.assertEqual(ask(kv_cache_dtype="bfloat16").sizes.row_bytes, 1152)
 

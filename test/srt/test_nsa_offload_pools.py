@@ -5,9 +5,10 @@ import unittest
 from types import SimpleNamespace
 from unittest import mock
 
-import nsa_offload_oracle as oracle  # first: chooses the device
+import nsa_offload_tools as tools  # first: chooses the device
 import torch
 
+from sglang.jit_kernel.nsa_kv_offload import MissQueue
 from sglang.srt.mem_cache.sparsity.nsa_offload import host_pool, sizing, staging
 from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
@@ -19,7 +20,7 @@ from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import (
 from sglang.srt.mem_cache.sparsity.nsa_offload.window_allocator import SparseSlotAllocator
 from sglang.test.test_utils import CustomTestCase
 
-DEVICE = oracle.DEVICE
+DEVICE = tools.DEVICE
 PAGE, LAYERS, TOKENS = 64, 3, 1024
 DTYPES = ((torch.float8_e4m3fn, 656, 656), (torch.bfloat16, 576, 1152))  # dtype, dim, row bytes
 SIZES = OffloadSizes(
@@ -31,6 +32,7 @@ SIZES = OffloadSizes(
     row_bytes=656,
     max_context=516,
     page_size=PAGE,
+    top_k=16,
 )
 
 
@@ -308,7 +310,7 @@ class TestStaging(CustomTestCase):
         )
         for name, (old, new) in self.FAULTS.items():
             with self.subTest(name):
-                faulty = oracle.mutated(staging, old, new)
+                faulty = tools.mutated(staging, old, new)
                 with (
                     mock.patch.object(Prompts.__init__, "__defaults__", (faulty,)),
                     self.assertRaises((AssertionError, RuntimeError, IndexError)),
@@ -335,6 +337,7 @@ class TestSizes(CustomTestCase):
                         if isinstance(tensor, torch.Tensor)
                     ]
                     owned += pool.kv_buffer + pool.index_k_with_scale_buffer
+                    owned += MissQueue(windows, sizes.top_k, TOKENS, DEVICE).tensors()
                     allocated = sum(tensor.nbytes for tensor in owned)
                     # Not counted: counters, one template row, and 8 bytes a page of 64 rows.
                     missing = allocated - sizes.device_bytes(TOKENS)
@@ -344,13 +347,7 @@ class TestSizes(CustomTestCase):
     def test_one_more_window_and_token(self):
         more = dataclasses.replace(SIZES, num_windows=4)
         self.assertEqual(more.device_bytes(0) - SIZES.device_bytes(0), SIZES.window_bytes)
-        self.assertEqual(SIZES.device_bytes(64) - SIZES.device_bytes(0), 64 * 132 * LAYERS + 4)
-
-    def test_the_queue_of_misses_is_counted(self):
-        fused = dataclasses.replace(SIZES, fused_swap=True, top_k=64)
-        marks = SIZES.lru_slots  # of the Triton kernels alone
-        self.assertEqual(fused.window_bytes - SIZES.window_bytes, 64 * 8 - marks)
-        self.assertEqual(fused.bytes_per_token - SIZES.bytes_per_token, 4.125)
+        self.assertEqual(SIZES.device_bytes(64) - SIZES.device_bytes(0), 64 * (132 * LAYERS + 4.125) + 4)
 
 
 class TestConfigurator(CustomTestCase):

@@ -5,16 +5,17 @@ import random
 import unittest
 from types import SimpleNamespace
 
-import nsa_offload_oracle as oracle  # first: turns on the interpreter
+import nsa_offload_tools as tools
 import torch
 
+from sglang.jit_kernel.nsa_kv_offload import MissQueue
 from sglang.srt.mem_cache.sparsity.nsa_offload import adaptor, controller, lru_cache
 from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
 from sglang.test.test_utils import CustomTestCase
 
-DEVICE = oracle.DEVICE
+DEVICE = tools.DEVICE
 PAGE, LAYERS, TOKENS, CONTEXT, K = 64, 3, 640, 260, 24
 SIZES = OffloadSizes(
     num_windows=3,
@@ -25,8 +26,13 @@ SIZES = OffloadSizes(
     row_bytes=656,
     max_context=CONTEXT,
     page_size=PAGE,
+    top_k=K,
 )
 DTYPES = ((torch.float8_e4m3fn, 656, 656), (torch.bfloat16, 576, 1152))  # dtype, dim, row bytes
+
+
+def setUpModule():
+    tools.need_kernels()
 
 
 def stamp(request: int, layer: int, position: int, row_bytes: int) -> torch.Tensor:
@@ -65,6 +71,14 @@ class Pools:
         torch.get_device_module(DEVICE).synchronize()
         return torch.stack([buffer.cpu() for buffer in self.device]), self.host.clone()
 
+    def queue(self, host_slots=(), device_slots=()):
+        """A queue of misses that asks for these rows."""
+        queue, count = MissQueue(SIZES.num_windows, K, self.host_pool.size, DEVICE), len(host_slots)
+        queue.host_slots[:count] = slots(*host_slots).int()
+        queue.device_slots[:count] = slots(*device_slots).int()
+        queue.state[0] = count
+        return queue
+
     def close(self):
         self.host_pool.close()
 
@@ -89,8 +103,7 @@ def _check_load(pools):
     for layer in range(LAYERS):
         device, host = pools.state()
         targets, sources = [70, 200, 63 + PAGE, 447], [5, 703, 64, 300]
-        event = pools.controller.load_layer(layer, slots(*sources), slots(*targets))
-        pools.controller.wait(event)
+        pools.controller.load_layer(layer, pools.queue(sources, targets))
         device[layer, targets] = host[layer, sources]
         _compare(pools, device, host)
 
@@ -123,23 +136,11 @@ class TestCopies(CustomTestCase):
     def test_both_ways(self):
         check_copies()
 
-    def test_entries_of_minus_one_touch_the_padding_row_only(self):
-        for spec in DTYPES:
-            pools = Pools(*spec)
-            self.addCleanup(pools.close)
-            device, host = pools.state()
-            sources = slots(-1, 9, -1, -1).view(2, 2)
-            targets = slots(-1, 99, -1, -1).view(2, 2)
-            pools.controller.wait(pools.controller.load_layer(1, sources, targets))
-            device[1, 99] = host[1, 9]
-            device[1, 0] = host[1, 0]
-            _compare(pools, device, host)
-
     def test_empty_lists(self):
         pools = Pools(*DTYPES[0])
         self.addCleanup(pools.close)
         device, host = pools.state()
-        pools.controller.load_layer(0, slots(), slots())
+        pools.controller.load_layer(0, pools.queue())
         pools.controller.store_layer(0, slots(), slots())
         pools.controller.write_back(slots(), slots())
         _compare(pools, device, host)
@@ -213,7 +214,7 @@ class TestArrival(CustomTestCase):
             "prompts forgotten": ("self.rows_stored += host_slots.numel()\n        self._note_copy()\n\n    def write_back", "self.rows_stored += host_slots.numel()\n\n    def write_back"),
         }.items():  # fmt: skip
             with self.subTest(name), self.assertRaises((AssertionError, IndexError)):
-                check_arrival(oracle.mutated(controller, old, new))
+                check_arrival(tools.mutated(controller, old, new))
 
 
 class Decode:
@@ -237,6 +238,7 @@ class Decode:
             SIZES,
             self.lru,
             self.pools.controller,
+            self.pools.queue(),
         )
         self.free = self.rng.sample(range(PAGE, TOKENS + PAGE), TOKENS)
         self.requests = 0
@@ -299,7 +301,6 @@ class Decode:
                 batch_rows=rows,
             )
             self.check_rows(layer, batch, topk, table)
-            self.adaptor.commit(layer, windows)
         # The step's result is processed: its rows go to the host.
         self.pools.controller.write_back(
             slots(*[self.ring_slot(w, n - 1) for w, n in zip(batch, lengths)]),
@@ -356,37 +357,34 @@ class TestDecode(CustomTestCase):
 
 class TestFaultsAreSeen(CustomTestCase):
     COPY_FAULTS = {
-        "layer offset lost, to the device": (controller, "self._host_kv[layer], self._device_kv[layer], source, target", "self._host_kv[0], self._device_kv[0], source, target"),
-        "layer offset lost, to the host": (controller, "self._device_kv[layer], self._host_kv[layer], device_slots", "self._device_kv[layer], self._host_kv[0], device_slots"),
-        "layer of the source lost": (controller, "self._host_kv[layer], self._device_kv[layer], source, target", "self._host_kv[0], self._device_kv[layer], source, target"),
-        "host and device indices swapped, to the device": (controller, "self._device_kv[layer], source, target", "self._device_kv[layer], target, source % 448"),
-        "host and device indices swapped, to the host": (controller, "self._host_kv[layer], device_slots, host_slots", "self._host_kv[layer], host_slots % 448, device_slots"),
+        "layer offset lost, to the device": (controller, "self._rows(self._device_kv[layer])", "self._rows(self._device_kv[0])"),
+        "layer of the source lost": (controller, "self._rows(self._host_kv[layer])", "self._rows(self._host_kv[0])"),
+        "layer offset lost, to the host": (controller, "dst=self._host_kv[layer]", "dst=self._host_kv[0]"),
+        "host and device slots swapped, to the host": (controller, "                    src_indices=device_slots,\n                    dst_indices=host_slots,", "                    src_indices=host_slots % 448,\n                    dst_indices=device_slots,"),
         "one layer written back": (controller, "num_layers=self._num_layers", "num_layers=1) if False else transfer_kv_per_layer_mla(src=self._device_kv[0], dst=self._host_kv[0], src_indices=device_slots, dst_indices=host_slots, item_size=self._row_bytes"),
-        "-1 copied to a real row": (controller, "device_slots.flatten().clamp_min(0)", "device_slots.flatten().clamp_min(0) + 1"),
     }  # fmt: skip
     STEP_FAULTS = {
-        "host slots of one request for all": (adaptor, "swap.miss_positions, batch_rows, req_to_token", "swap.miss_positions, batch_rows * 0 + 1, req_to_token"),
-        "positions for host slots": (adaptor, "loaded = self._controller.load_layer(layer_id, host_slots,", "loaded = self._controller.load_layer(layer_id, swap.miss_positions.long(),"),
-        "misses not loaded": (adaptor, "load_layer(layer_id, host_slots, miss_slots)", "load_layer(layer_id, host_slots * 0 - 1, miss_slots * 0 - 1)"),
+        "host slots of one request for all": (adaptor, "            batch_rows,\n", "            batch_rows * 0 + 1,\n"),
+        "misses not loaded": (adaptor, "self._controller.load_layer(layer_id, self._queue)", "self._queue.state.zero_(), self._queue.wanted.zero_()"),
         "every layer uses the residency of layer 0": (adaptor, "self._lru.prepare_layer_swap(\n            layer_id,", "self._lru.prepare_layer_swap(\n            0,"),
         "former owner's mapping stays": (lru_cache, "self.offset_of_position[:, windows] = -1", "pass"),
-        "windows one apart": (adaptor, "self._sizes.window_slots,", "1,"),
-        "window area begins at the padding": (adaptor, "self._sizes.first_window_slot,", "0,"),
-        "one layer loaded": (controller, "self._host_kv[layer], self._device_kv[layer], source", "self._host_kv[layer], self._device_kv[0], source"),
+        "windows one apart": (lru_cache, "self.lru_slots + self.ring_slots,", "1,"),
+        "window area begins at the padding": (adaptor, "            self._first_window_slot,\n", "            0,\n"),
+        "one layer loaded": (controller, "self._rows(self._device_kv[layer])", "self._rows(self._device_kv[0])"),
         "rows not written back": (controller, "self._forward_stream.wait_event(self._stored)", "self._host_kv.view(torch.uint8).fill_(0)"),
     }  # fmt: skip
 
     def test_copies(self):
         for name, (module, old, new) in self.COPY_FAULTS.items():
             with self.subTest(name):
-                faulty = oracle.mutated(module, old, new)
+                faulty = tools.mutated(module, old, new)
                 with self.assertRaises(AssertionError):
                     check_copies(faulty)
 
     def test_steps(self):
         for name, (module, old, new) in self.STEP_FAULTS.items():
             with self.subTest(name):
-                faulty = oracle.mutated(module, old, new)
+                faulty = tools.mutated(module, old, new)
                 modules = [faulty if m is module else m for m in (adaptor, controller, lru_cache)]
                 decode = Decode(DTYPES[0], modules)
                 self.addCleanup(decode.close)

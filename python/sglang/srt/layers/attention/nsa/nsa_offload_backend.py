@@ -98,11 +98,9 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
         page_table = self.coordinator.attention_begin(
             q, k, v, layer, forward_batch, self.forward_metadata, topk_indices=topk_indices
         )
-        output = super().forward_decode(
+        return super().forward_decode(
             q, k, v, layer, forward_batch, *args, topk_indices=page_table, **kwargs
         )
-        self.coordinator.attention_end(output, layer, forward_batch)
-        return output
 
     def forward_extend(
         self,

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
-from sglang.jit_kernel.triton.nsa_kv_offload import (
-    build_gpu_page_table,
-    map_seq_positions_to_host_slots,
-)
+from sglang.jit_kernel.nsa_kv_offload import MissQueue, compile_kernels
 from sglang.srt.mem_cache.sparsity.backend.backend_adaptor import NSABackendAdaptor
 from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
-from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LayerSwap, LRUCacheState
+from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
 
 
 class NSAOffloadBackendAdaptor(NSABackendAdaptor):
-    """One layer of one decode step: residency, copy of the misses, page table.
+    """One layer of one decode step: tables, page table and copy of the misses.
 
-    Attributes:
-        last_swap: the swap of the layer in flight; ``commit`` consumes it.
+    Two launches on the forward's own stream, so that nothing waits.
+
+    Args:
+        queue: of misses; all layers share it.
     """
 
     def __init__(
@@ -30,12 +29,14 @@ class NSAOffloadBackendAdaptor(NSABackendAdaptor):
         sizes: OffloadSizes,
         lru: LRUCacheState,
         controller: SparseCacheController,
+        queue: MissQueue,
     ):
         super().__init__(device, req_to_token_pool)
-        self._sizes = sizes
+        self._first_window_slot = sizes.first_window_slot
         self._lru = lru
         self._controller = controller
-        self.last_swap: Optional[LayerSwap] = None
+        self._queue = queue
+        compile_kernels(sizes.top_k, sizes.row_bytes)
 
     def adapt_for_attn_metadata(
         self,
@@ -64,28 +65,15 @@ class NSAOffloadBackendAdaptor(NSABackendAdaptor):
             ``[B, K]`` int32 device slots in the order of the positions. On the current
             stream every one of them holds its row when this returns.
         """
-        topk = selected_indices.contiguous()
-        swap = self._lru.prepare_layer_swap(
-            layer_id, topk, batch_windows, forward_batch.seq_lens
-        )
-        host_slots = map_seq_positions_to_host_slots(
-            swap.miss_positions, batch_rows, req_to_token
-        )
-        page_table, miss_slots = build_gpu_page_table(
-            topk,
+        page_table = self._lru.prepare_layer_swap(
+            layer_id,
+            selected_indices.contiguous(),
             batch_windows,
-            swap.window_offsets,
-            swap.miss_rank,
-            swap.victim_offsets,
-            self._sizes.first_window_slot,
-            self._sizes.window_slots,
+            forward_batch.seq_lens,
+            batch_rows,
+            req_to_token,
+            self._first_window_slot,
+            self._queue,
         )
-        loaded = self._controller.load_layer(layer_id, host_slots, miss_slots)
-        self.last_swap = swap
-        self._controller.wait(loaded)
+        self._controller.load_layer(layer_id, self._queue)
         return page_table
-
-    def commit(self, layer_id: int, batch_windows: torch.Tensor) -> None:
-        """Enter the layer's swap into the LRU, after its attention was queued."""
-        self._lru.lru_post_process(layer_id, batch_windows, self.last_swap)
-        self.last_swap = None

@@ -13,7 +13,6 @@ CONFIG_FLAG = "--decode-nsa-kv-offload-config"
 # FlashMLA views the device buffer as pages of 64 rows, and window offsets are int16.
 SLOT_MULTIPLE = 64
 MAX_WINDOW_SLOTS = 1 << 15
-SWAP_KERNELS = ("triton", "cuda")
 
 
 @dataclass(frozen=True)
@@ -29,14 +28,12 @@ class NSAKVOffloadConfig:
             ``host_ratio``.
         host_ratio: host rows for each logical slot that index-key memory allows, above 0 and
             at most 1: a row without an index key has no use.
-        swap_kernels: ``"triton"``, or ``"cuda"`` for those of ``jit_kernel/nsa_kv_offload.py``.
     """
 
     window_size: int
     write_back_ring: int = 64
     host_size_gb: Optional[float] = None
     host_ratio: float = 1.0
-    swap_kernels: str = "triton"
 
     @property
     def window_slots(self) -> int:
@@ -70,11 +67,6 @@ class NSAKVOffloadConfig:
             raise ValueError(
                 f"{CONFIG_FLAG}: host_ratio={values['host_ratio']} is above 1; host rows "
                 "beyond the index keys on the device could never be used. Give at most 1.0."
-            )
-        if values.get("swap_kernels") not in (None, *SWAP_KERNELS):
-            raise ValueError(
-                f"{CONFIG_FLAG}: swap_kernels={values['swap_kernels']!r} is none of "
-                f"{list(SWAP_KERNELS)}."
             )
         config = cls(**{key: value for key, value in values.items() if value is not None})
         if config.window_slots > MAX_WINDOW_SLOTS:

@@ -18,15 +18,14 @@ MAX_OPEN_COPIES = 64
 
 
 class SparseCacheController:
-    """Moves single tokens; owns the two copy streams, every event and every wait.
+    """Moves single tokens; owns the stream of copies to the host, every event and every wait.
 
-    Order, with ``load`` on the stream of the forward that needs the rows:
+    Order:
 
-    * host to device: ``load_layer`` runs after what the forward stream has queued so far, and
-      its event must be waited on before the rows are read;
-    * device to host: ``store_layer`` (prefill) and ``write_back`` (decode) run after what
-      the calling stream has queued so far; ``forward_begin`` orders all of them before
-      whatever the forward stream does next.
+    * host to device: ``load_layer`` runs on the stream of the forward that needs the rows;
+    * device to host: ``store_layer`` (prefill) and ``write_back`` (decode) run on the store
+      stream, after what the calling stream has queued so far; ``forward_begin`` orders all of
+      them before whatever the forward stream does next.
 
     On a CPU device streams do nothing and every copy is done on return.
     """
@@ -42,7 +41,6 @@ class SparseCacheController:
         self._num_layers = device_pool.layer_num
         self._module = torch.get_device_module(device_pool.device)
         self._on_gpu = torch.device(device_pool.device).type != "cpu"
-        self._load_stream = self._module.Stream()
         self._store_stream = self._module.Stream()
         self._forward_stream = None
         self._stored: Optional[torch.Event] = None
@@ -52,25 +50,7 @@ class SparseCacheController:
         # (rows_stored at the copy, its event), oldest first.
         self._open_copies: deque[tuple[int, torch.Event]] = deque(maxlen=MAX_OPEN_COPIES)
 
-    def load_layer(
-        self, layer: int, host_slots: torch.Tensor, device_slots: torch.Tensor
-    ) -> torch.Event:
-        """Copy rows of one layer from the host; the caller waits on the returned event.
-
-        The lists have a fixed length so that a CUDA graph can replay the copy: entries of -1
-        become a copy of the padding row 0 onto itself.
-
-        Args:
-            layer: index within this rank.
-            host_slots: int64, -1 for none.
-            device_slots: int64, same shape, -1 for none.
-        """
-        source, target = host_slots.flatten().clamp_min(0), device_slots.flatten().clamp_min(0)
-        with self._after_current(self._load_stream, source, target):
-            self._copy_layer(self._host_kv[layer], self._device_kv[layer], source, target)
-            return self._record(self._load_stream)
-
-    def gather_layer(self, layer: int, queue: MissQueue) -> None:
+    def load_layer(self, layer: int, queue: MissQueue) -> None:
         """Copy the queued rows of one layer from the host, on the current stream.
 
         Nothing has to be waited for: what reads the rows is queued behind the copy.
@@ -79,8 +59,7 @@ class SparseCacheController:
             layer: index within this rank.
             queue: as ``swap_topk`` filled it.
         """
-        host_rows, device_rows = self._rows(self._host_kv[layer]), self._rows(self._device_kv[layer])
-        gather_misses(host_rows, device_rows, queue)
+        gather_misses(self._rows(self._host_kv[layer]), self._rows(self._device_kv[layer]), queue)
 
     def store_layer(
         self, layer: int, device_slots: torch.Tensor, host_slots: torch.Tensor
@@ -93,9 +72,15 @@ class SparseCacheController:
             host_slots: ``[n]`` int64.
         """
         with self._after_current(self._store_stream, device_slots, host_slots):
-            self._copy_layer(
-                self._device_kv[layer], self._host_kv[layer], device_slots, host_slots
-            )
+            # The kernel divides by the number of rows; an idle batch has none.
+            if host_slots.numel():
+                transfer_kv_per_layer_mla(
+                    src=self._device_kv[layer],
+                    dst=self._host_kv[layer],
+                    src_indices=device_slots,
+                    dst_indices=host_slots,
+                    item_size=self._row_bytes,
+                )
             self._stored = self._record(self._store_stream)
         if layer == 0:
             self.rows_stored += host_slots.numel()
@@ -154,10 +139,6 @@ class SparseCacheController:
         if self._forward_stream is not None:
             self._store_stream.wait_stream(self._forward_stream)
 
-    def wait(self, event: torch.Event) -> None:
-        """Order the copy behind ``event`` before the current stream's next work."""
-        self._module.current_stream().wait_event(event)
-
     def synchronize(self) -> None:
         """Block until every copy to the host is done; for idle moments and CPU readers."""
         if self._stored is not None:
@@ -165,17 +146,6 @@ class SparseCacheController:
 
     def _rows(self, layer_kv: torch.Tensor) -> torch.Tensor:
         return layer_kv.view(torch.uint8).view(-1, self._row_bytes)
-
-    def _copy_layer(self, source_kv, target_kv, source_rows, target_rows) -> None:
-        # The kernel divides by the number of rows; an idle batch has none.
-        if source_rows.numel():
-            transfer_kv_per_layer_mla(
-                src=source_kv,
-                dst=target_kv,
-                src_indices=source_rows,
-                dst_indices=target_rows,
-                item_size=self._row_bytes,
-            )
 
     def _after_current(self, stream, *inputs: torch.Tensor):
         """Enter ``stream`` behind the current one; keep the inputs alive for it."""

@@ -19,10 +19,6 @@ from sglang.srt.mem_cache.sparsity.core.sparse_coordinator import (
 from sglang.srt.mem_cache.sparsity.nsa_offload.adaptor import NSAOffloadBackendAdaptor
 from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
 from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
-from sglang.srt.mem_cache.sparsity.nsa_offload.fused_swap import (
-    FusedLRUCacheState,
-    FusedSwapAdaptor,
-)
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
 from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
@@ -84,8 +80,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         self.staging = PrefillStaging(
             sizes, device_pool.size // sizes.page_size, device
         )
-        lru_class = FusedLRUCacheState if sizes.fused_swap else LRUCacheState
-        self.lru = lru_class(
+        self.lru = LRUCacheState(
             sizes.num_layers,
             sizes.num_windows,
             sizes.lru_slots,
@@ -104,7 +99,15 @@ class NSAOffloadCoordinator(SparseCoordinator):
         super().__init__(
             config,
             DeepSeekNSAAlgorithm(config, device),
-            self._make_adaptor(device, req_to_token_pool, top_k),
+            NSAOffloadBackendAdaptor(
+                device,
+                req_to_token_pool,
+                sizes,
+                self.lru,
+                self.controller,
+                # Padded rows queue nothing, so it need not hold more requests than have windows.
+                MissQueue(sizes.num_windows, top_k, host_pool.size, device),
+            ),
             req_to_token_pool,
             device_pool,
             device_pool.start_layer,
@@ -120,15 +123,6 @@ class NSAOffloadCoordinator(SparseCoordinator):
         self._window_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self._max_batch = 0
         self.reserve_batch(rows)
-
-    def _make_adaptor(self, device, req_to_token_pool, top_k: int) -> NSABackendAdaptor:
-        parts = (device, req_to_token_pool, self.sizes, self.lru, self.controller)
-        if not self.sizes.fused_swap:
-            return NSAOffloadBackendAdaptor(*parts)
-        # Padded rows queue nothing, so a queue need not hold more requests than have windows.
-        return FusedSwapAdaptor(
-            *parts, MissQueue(self.sizes.num_windows, top_k, self.host_pool.size, device)
-        )
 
     # ---- scheduler side -------------------------------------------------------------
 
@@ -365,15 +359,10 @@ class NSAOffloadCoordinator(SparseCoordinator):
         layer: "RadixAttention",
         forward_batch: "ForwardBatch",
     ) -> None:
-        """Decode: enter the swap into the LRU. Prefill: send the layer's rows to the host."""
-        layer_index = layer.layer_id - self.start_layer
-        if forward_batch.forward_mode.is_decode_or_idle():
-            self.backend_adaptor.commit(
-                layer_index, self._batch_windows[: self._batch_size]
-            )
-        else:
+        """After a prefill layer: send its rows to the host. Decode has nothing left to do."""
+        if not forward_batch.forward_mode.is_decode_or_idle():
             self.controller.store_layer(
-                layer_index,
+                layer.layer_id - self.start_layer,
                 self.token_to_kv_pool.write_slots,
                 forward_batch.out_cache_loc,
             )

@@ -1,33 +1,10 @@
-"""Which positions each window holds, and in which order they were last used."""
+"""Which positions each window holds, and when they were last used."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from sglang.jit_kernel.triton import nsa_kv_offload as kernels
-
-
-class LayerSwap(NamedTuple):
-    """What one layer's step finds resident and what it must load.
-
-    The hits are final before any copy has run, so attention over them could start then.
-
-    Attributes:
-        window_offsets: ``[B, K]`` int32 offset of each resident top-k entry; -1 for a miss
-            and for none.
-        miss_rank: ``[B, K]`` int32 place of each miss in ``miss_positions``; -1 otherwise.
-        miss_positions: ``[B, K]`` int32 positions to load, packed to the left, then -1.
-        miss_count: ``[B]`` int32.
-        victim_offsets: ``[B, K]`` int32 window offset for each miss, then -1.
-    """
-
-    window_offsets: torch.Tensor
-    miss_rank: torch.Tensor
-    miss_positions: torch.Tensor
-    miss_count: torch.Tensor
-    victim_offsets: torch.Tensor
+from sglang.jit_kernel.nsa_kv_offload import MissQueue, swap_topk
 
 
 class LRUCacheState:
@@ -48,7 +25,8 @@ class LRUCacheState:
     Attributes:
         offset_of_position: ``[L, num_windows, max_context]`` int16, -1 where not resident.
         position_at_offset: ``[L, num_windows, lru_slots]`` int32, -1 where empty.
-        lru_order: ``[L, num_windows, lru_slots]`` int16 offsets, oldest first.
+        last_used: ``[L, num_windows, lru_slots]`` int16, low bits of the sequence length at the
+            last use.
         ring_begin: ``[num_windows]`` int32 first position written to the ring by decoding.
         counters: ``[L, 3]`` int64 sums of LRU hits, ring hits and misses.
     """
@@ -75,21 +53,15 @@ class LRUCacheState:
         )
         self.ring_begin = torch.zeros((num_windows,), dtype=torch.int32, device=device)
         self.counters = torch.zeros((num_layers, 3), dtype=torch.int64, device=device)
-        self._init_ages(device)
+        self.last_used = torch.zeros((*shape, lru_slots), dtype=torch.int16, device=device)
 
-    def _init_ages(self, device: str) -> None:
-        shape = (self.num_layers, self.num_windows)
-        self._first_order = torch.arange(self.lru_slots, dtype=torch.int16, device=device)
-        self.lru_order = self._first_order.repeat(*shape, 1)
-        # Marks of the layer being processed; layers run one after another on one stream.
-        self._touched = torch.zeros(
-            (self.num_windows, self.lru_slots), dtype=torch.uint8, device=device
-        )
+    # An empty slot looks this old to a window's first step: older than any that holds a row.
+    EMPTY_AGE = 1 << 15
 
     @staticmethod
     def bytes_per_window(num_layers: int, lru_slots: int, max_context: int) -> int:
         """Device bytes of one window's tables."""
-        return num_layers * (2 * max_context + (4 + 2) * lru_slots) + lru_slots + 4
+        return num_layers * (2 * max_context + (4 + 2) * lru_slots) + 4
 
     def prepare_layer_swap(
         self,
@@ -97,53 +69,44 @@ class LRUCacheState:
         topk: torch.Tensor,
         batch_windows: torch.Tensor,
         seq_lens: torch.Tensor,
-    ) -> LayerSwap:
-        """Split a layer's top-k into hits and misses and choose victims for the misses.
+        batch_rows: torch.Tensor,
+        req_to_token: torch.Tensor,
+        first_window_slot: int,
+        queue: MissQueue,
+    ) -> torch.Tensor:
+        """Enter a layer's top-k into the tables and queue its misses, in one launch.
 
-        Changes nothing but the marks, which ``lru_post_process`` consumes; call it exactly
-        once afterwards.
+        The loaded rows are entered and their victims forgotten at once: nothing may read the
+        device slots before the queue has been copied.
 
         Args:
             layer: index within this rank.
             topk: ``[B, K]`` int32 positions, -1 for none, contiguous.
             batch_windows: ``[B]`` int32, -1 for padding.
             seq_lens: ``[B]`` with this step's token.
+            batch_rows: ``[B]`` int32 request rows.
+            req_to_token: ``[rows, >= context]`` int32 host slots.
+            first_window_slot: device slot of window 0.
+            queue: empty; filled.
+
+        Returns:
+            ``[B, K]`` int32 device slots in the order of the top-k.
         """
-        window_offsets, miss_rank, miss_positions, miss_count = kernels.resolve_topk(
+        return swap_topk(
             topk,
             batch_windows,
+            batch_rows,
             seq_lens,
             self.ring_begin,
+            req_to_token,
             self.offset_of_position[layer],
-            self._touched,
-            self.counters[layer],
-            self.lru_slots,
-            self.ring_slots,
-        )
-        victim_offsets = kernels.pick_victims(
-            batch_windows,
-            miss_count,
-            self.lru_order[layer],
-            self._touched,
-            topk.shape[1],
-        )
-        return LayerSwap(
-            window_offsets, miss_rank, miss_positions, miss_count, victim_offsets
-        )
-
-    def lru_post_process(
-        self, layer: int, batch_windows: torch.Tensor, swap: LayerSwap
-    ) -> None:
-        """Enter the loaded rows, forget the victims, and restore the order by age."""
-        kernels.lru_post_process(
-            batch_windows,
-            swap.miss_count,
-            swap.miss_positions,
-            swap.victim_offsets,
-            self.lru_order[layer],
-            self._touched,
             self.position_at_offset[layer],
-            self.offset_of_position[layer],
+            self.last_used[layer],
+            self.counters[layer],
+            queue,
+            self.ring_slots,
+            first_window_slot,
+            self.lru_slots + self.ring_slots,
         )
 
     def begin_windows(self, windows: torch.Tensor, first_positions: torch.Tensor) -> None:
@@ -154,6 +117,8 @@ class LRUCacheState:
             first_positions: ``[n]`` first position that decoding writes to each ring.
         """
         self.ring_begin[windows] = first_positions.int()
+        stamps = (first_positions + 1 - self.EMPTY_AGE).short()
+        self.last_used[:, windows] = stamps[None, :, None]
 
     def reset_windows(self, windows: torch.Tensor) -> None:
         """Empty windows in every layer, on the current stream.
@@ -163,7 +128,6 @@ class LRUCacheState:
         """
         self.offset_of_position[:, windows] = -1
         self.position_at_offset[:, windows] = -1
-        self.lru_order[:, windows] = self._first_order
         self.ring_begin[windows] = 0
 
     def check_integrity(self) -> None:
@@ -172,7 +136,6 @@ class LRUCacheState:
         Raises:
             RuntimeError: names the table and the place.
         """
-        self._check_ages()
         held = self.offset_of_position >= 0
         layers, windows, positions = held.nonzero(as_tuple=True)
         offsets = self.offset_of_position[held].long()
@@ -182,13 +145,6 @@ class LRUCacheState:
             raise RuntimeError("offset_of_position and position_at_offset disagree.")
         if int(held.sum()) != int((self.position_at_offset >= 0).sum()):
             raise RuntimeError("A window offset holds a position that no table entry has.")
-
-    def _check_ages(self) -> None:
-        order = self.lru_order.sort(dim=-1).values
-        if not torch.equal(order, self._first_order.expand_as(order)):
-            raise RuntimeError("lru_order is not a permutation of the window offsets.")
-        if self._touched.any():
-            raise RuntimeError("A swap was prepared, but never post-processed.")
 
     def resident_entries(self) -> int:
         """Positions held over all windows and layers; synchronizes."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Optional
 from sglang.jit_kernel.nsa_kv_offload import MissQueue
 from sglang.srt.configs.model_config import get_nsa_index_topk
 from sglang.srt.mem_cache.sparsity.nsa_offload.config import CONFIG_FLAG, NSAKVOffloadConfig
-from sglang.srt.mem_cache.sparsity.nsa_offload.fused_swap import FusedLRUCacheState
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import (
     NSAKVOnlyTokenToKVPoolHost,
     check_host_memory,
@@ -50,7 +49,6 @@ class OffloadSizes:
         row_bytes: bytes of one row, 656 or 1152.
         max_context: positions a request row can hold.
         page_size: slots a page, 64.
-        fused_swap: the CUDA kernels swap; their queue of misses is counted.
         top_k: entries of a request's top-k.
     """
 
@@ -62,8 +60,7 @@ class OffloadSizes:
     row_bytes: int
     max_context: int
     page_size: int
-    fused_swap: bool = False
-    top_k: int = 0
+    top_k: int
 
     @property
     def ring_slots(self) -> int:
@@ -86,9 +83,8 @@ class OffloadSizes:
     def window_bytes(self) -> int:
         """Device bytes of one more window, its tables included, all layers."""
         rows = self.window_slots * self.row_bytes * self.num_layers
-        lru_class = FusedLRUCacheState if self.fused_swap else LRUCacheState
-        tables = lru_class.bytes_per_window(self.num_layers, self.lru_slots, self.max_context)
-        return rows + tables + MissQueue.BYTES_PER_ENTRY * self.top_k * self.fused_swap
+        tables = LRUCacheState.bytes_per_window(self.num_layers, self.lru_slots, self.max_context)
+        return rows + tables + MissQueue.BYTES_PER_ENTRY * self.top_k
 
     @property
     def fixed_bytes(self) -> int:
@@ -101,7 +97,7 @@ class OffloadSizes:
         return (
             INDEX_KEY_BYTES * self.num_layers
             + STAGING_MAP_BYTES_PER_PAGE / self.page_size
-            + MissQueue.BYTES_PER_HOST_ROW * self.fused_swap
+            + MissQueue.BYTES_PER_HOST_ROW
         )
 
     @property
@@ -153,7 +149,6 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
             row_bytes=mr.calculate_mla_kv_cache_dim() * mr.kv_cache_dtype.itemsize,
             max_context=self._context_len + 4,
             page_size=mr.page_size,
-            fused_swap=self._config.swap_kernels == "cuda",
             top_k=get_nsa_index_topk(mr.model_config.hf_config),
         )
 

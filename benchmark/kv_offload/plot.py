@@ -1,0 +1,82 @@
+"""Draws the committed measurements of a GPU beside each other.
+
+    pip install -r benchmark/kv_offload/requirements-plot.txt
+    python benchmark/kv_offload/plot.py results/h200          # writes swap_layer.svg and decode_step.svg there
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+COLORS = {"ours": "#1b6ca8", "hisparse": "#d1495b", "gather_sorted": "#8d99ae", "copy": "#cfd3dc", "dense": "#555555"}
+COLORS["no_io"] = COLORS["transfer_kv"] = "#b0b0b0"
+LABELS = {"gather_sorted": "sorted rows alone", "copy": "one copy of the bytes", "dense": "flag off", "hisparse": "HiSparse"}
+
+
+def grouped(axis, groups: list, impls: list, values: dict, unit: str) -> None:
+    """Bars of ``values[group, impl]``, a cluster a group, the value on top."""
+    width = 0.8 / len(impls)
+    for i, impl in enumerate(impls):
+        places = [g + (i - (len(impls) - 1) / 2) * width for g in range(len(groups))]
+        heights = [values.get((group, impl), 0) for group in groups]
+        bars = axis.bar(places, heights, width, color=COLORS[impl], label=LABELS.get(impl, impl))
+        axis.bar_label(bars, [f"{h:.3g}" if h else "" for h in heights], fontsize=7)
+    axis.set_xticks(range(len(groups)), groups, fontsize=8)
+    axis.set_ylabel(unit)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def swap_layer(rows: list, out: Path) -> None:
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), width_ratios=[2, 3, 5], layout="constrained")
+    rows = [r for r in rows if r["placement"] == "pages" and r["batch"] * r["positions"] == r["pool_rows"]]
+    panels = (
+        ("nothing misses", ["ours", "hisparse"], lambda r: r["miss_rate"] == 0),
+        ("small batches", ["ours", "hisparse", "gather_sorted", "copy"], lambda r: r["miss_rate"] and r["batch"] < 128),
+        ("batch 128", ["ours", "hisparse", "gather_sorted", "copy"], lambda r: r["miss_rate"] and r["batch"] == 128),
+    )
+    for axis, (title, impls, chosen) in zip(axes, panels):
+        shown = [r for r in rows if chosen(r) and r["impl"] in impls]
+
+        def name(r) -> str:
+            return f"batch {r['batch']}\n{r['row_bytes']} B, {r['miss_rate']:.0%}"
+
+        grouped(axis, list(dict.fromkeys(map(name, shown))), impls, {(name(r), r["impl"]): r["us"] for r in shown}, "us a layer")
+        axis.set_title(title, fontsize=10)
+    axes[-1].legend(fontsize=8, frameon=False)
+    figure.suptitle(f"One layer's swap, first touch, {rows[0]['gpu']}: top-k 2048, window 4096, by share of misses", fontsize=11)
+    figure.savefig(out)
+
+
+def decode_step(rows: list, out: Path) -> None:
+    rows = [{**r, "impl": r["impl"].partition("-")[0]} for r in rows]
+    impls = ["dense", "ours", "hisparse"]
+    groups = list(dict.fromkeys(f"batch {r['batch']}\n{r['replayed_miss_rate']:.0%} misses" for r in rows))
+    values = {(f"batch {r['batch']}\n{r['replayed_miss_rate']:.0%} misses", r["impl"]): r["step_ms"] for r in rows}
+    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
+    grouped(axis, groups, impls, values, "ms a step")
+    axis.legend(fontsize=8, frameon=False)
+    first = rows[0]
+    axis.set_title(
+        f"Decode step, {first['gpu']}: {first['layers']} layers, {first['context'] // 1024}K, {first['kv_dtype']}, replayed top-k",
+        fontsize=11,
+    )
+    figure.savefig(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="with the data of one GPU")
+    folder = parser.parse_args().folder
+    plt.rcParams["svg.hashsalt"] = "kv_offload"  # the same data give the same file
+    for draw in (swap_layer, decode_step):
+        data = folder / f"{draw.__name__}.json"
+        draw(json.loads(data.read_text()), data.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()
