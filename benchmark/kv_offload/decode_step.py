@@ -4,7 +4,7 @@
 
 With ``--miss-rates`` the top-k is replayed (`replayed_topk.py`), in every implementation alike; 0 is the cost without copies. One
 engine an implementation serves all batches and miss rates. Without, index keys are filled at random, since the fake transfer backend delivers no bytes: queries then select rows all over
-the context. Either way the misses are counted on the GPU and reported.
+the context. Ours counts its misses on the GPU, and they are reported.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from harness.scheduler import InprocScheduler
 
 FAKE_HOST = "2.2.2.2"
 TOP_K = 2048
+KV_MODULES = ("sglang.srt.mem_cache", "sglang.srt.managers.hisparse", "sglang.jit_kernel")
 FIRST_STEPS = 8  # requests whose first decode step is timed
 
 
@@ -46,6 +47,30 @@ def randomize_index_keys(pool) -> None:
         buffer[:, 64 * 128 :].view(torch.float32).fill_(0.01)
 
 
+def pool_bytes(engine) -> int:
+    """Device bytes of everything that holds KV or finds it: pools, index keys, tables, staging, as allocated."""
+    runner, scheduler = engine.model_runner, engine.scheduler
+    roots = [runner.token_to_kv_pool, runner.token_to_kv_pool_allocator, runner.req_to_token_pool]
+    roots.append(getattr(scheduler, "hisparse_coordinator", None))
+    device, seen, storages, open_objects = torch.device(engine.kv_pool.device).type, set(), {}, roots
+    while open_objects:
+        thing = open_objects.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            if thing.device.type == device and not isinstance(thing, torch.nn.Parameter):
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(thing, (list, tuple, set)):
+            open_objects += thing
+        elif isinstance(thing, dict):
+            open_objects += thing.values()
+        elif type(thing).__module__.startswith(KV_MODULES):
+            open_objects += getattr(thing, "__dict__", {}).values()
+    return sum(storages.values())
+
+
 @contextlib.contextmanager
 def chosen_topk(args):
     """What sets the top-k of a run; yields None where the indexer does."""
@@ -65,7 +90,8 @@ def steps_of(args) -> int:
 def measure(impl: str, model: Path, args) -> Iterator[dict]:
     """Rows of one implementation: every batch at every miss rate."""
     begin = time.time()
-    batches = sorted(args.batches)
+    batches, rates = sorted(args.batches), args.miss_rates or [None]
+    new_tokens = FIRST_STEPS + len(batches) * len(rates) * steps_of(args) + 64
     with chosen_topk(args) as replay, InprocScheduler(
         model,
         overlap=True,
@@ -79,9 +105,9 @@ def measure(impl: str, model: Path, args) -> Iterator[dict]:
         cuda_graph_bs=batches,
         cuda_graph_max_bs=batches[-1],
         max_running_requests=batches[-1],
-        max_total_tokens=batches[-1] * (args.context + 1024),
+        max_total_tokens=batches[-1] * (args.context + new_tokens + 64),
         mem_fraction_static=0.85,
-        context_length=args.context + 2048,
+        context_length=args.context + new_tokens + 64,
         grammar_backend="none",
         sampling_backend="pytorch",
         **impl_args(impl, args),
@@ -95,6 +121,7 @@ def measure(impl: str, model: Path, args) -> Iterator[dict]:
             "top_k": TOP_K,
             "window": args.window,
             "kv_dtype": args.dtype,
+            "pool_gb": round(pool_bytes(engine) / 1e9, 3),
             "build_s": round(time.time() - begin, 1),
         }
         prompt = list(range(3, 3 + 4000)) * (args.context // 4000 + 1)
@@ -102,17 +129,18 @@ def measure(impl: str, model: Path, args) -> Iterator[dict]:
         for batch in batches:
             while submitted < batch:
                 start = time.perf_counter()
-                rid = engine.submit(prompt[: args.context], 1000, bootstrap_host=FAKE_HOST, bootstrap_room=submitted)
+                rid = engine.submit(prompt[: args.context], new_tokens, bootstrap_host=FAKE_HOST, bootstrap_room=submitted)
                 submitted += 1
                 if len(first_step) < FIRST_STEPS:
                     engine.step_until(lambda: len(engine.outputs[rid]) > 1)
                     first_step.append((time.perf_counter() - start) * 1e3)
             engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == batch)
-            for seed, miss_rate in enumerate(args.miss_rates or [None]):
+            for seed, miss_rate in enumerate(rates):
                 if replay is not None:
                     torch.cuda.synchronize()
                     replay.play(lists_of(steps_of(args), batches[-1], TOP_K, args.context, miss_rate, seed))
                 times, counts = time_steps(engine, args)
+                assert engine.scheduler.running_batch.batch_size() == batch, "requests ended while they were timed"
                 row = {
                     **common,
                     "batch": batch,
@@ -153,8 +181,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, default=Path("build/models/slim"))
     parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--batches", nargs="*", type=int, default=[64])
-    parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--dtype", default="fp8_e4m3")
     parser.add_argument("--warmup", type=int, default=30)
@@ -162,6 +188,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--miss-rates", nargs="*", type=float, help="replay top-k lists with these; unset: random index keys")
     parser.add_argument("--impls", nargs="*", default=["dense", "ours", "hisparse"])
+    parser.add_argument("--batches", nargs="*", type=int, default=[64])
+    parser.add_argument("--context", type=int, default=32768)
     args = parser.parse_args()
     model = slim_model(args.model, args.layers)
     rows = []

@@ -3,7 +3,7 @@
     HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/exactness.py --out exactness.json
 
 Every engine is the real scheduler in this process, so both sides see the same requests in the same order and form the same
-batches. Each case first shows that two runs without offloading agree; only then does a comparison mean anything.
+batches. The first case first shows that runs without offloading agree (`--off-runs`); only then does a comparison mean anything.
 """
 
 import argparse

@@ -14,7 +14,6 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 COLORS = {"ours": "#1b6ca8", "hisparse": "#d1495b", "gather_sorted": "#8d99ae", "copy": "#cfd3dc", "dense": "#555555"}
-COLORS["no_io"] = COLORS["transfer_kv"] = "#b0b0b0"
 LABELS = {"gather_sorted": "sorted rows alone", "copy": "one copy of the bytes", "dense": "flag off", "hisparse": "HiSparse"}
 
 
@@ -53,7 +52,6 @@ def swap_layer(rows: list, out: Path) -> None:
 
 
 def decode_step(rows: list, out: Path) -> None:
-    rows = [{**r, "impl": r["impl"].partition("-")[0]} for r in rows]
     impls = ["dense", "ours", "hisparse"]
     groups = list(dict.fromkeys(f"batch {r['batch']}\n{r['replayed_miss_rate']:.0%} misses" for r in rows))
     values = {(f"batch {r['batch']}\n{r['replayed_miss_rate']:.0%} misses", r["impl"]): r["step_ms"] for r in rows}

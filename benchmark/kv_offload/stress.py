@@ -26,6 +26,7 @@ FAULTS = (
     "int32_address",
 )
 # Host slots below this lie within the first 2^31 bytes of a layer of 656-byte rows.
+SLEEP_STORE_CYCLES = 4_000_000
 FIRST_HIGH_SLOT = (1 << 31) // 656 // 64 * 64 + 64
 
 
@@ -171,7 +172,7 @@ def children(args, parser) -> None:
             continue
         shared = ["--model", str(args.model), "--max-len", str(args.max_len)]
         chosen = parser.parse_args([*shared, *flags])
-        row = {"scenario": name, **scenario(chosen)}
+        row = {"scenario": name, "steps": chosen.steps, "delayed": chosen.delay, **scenario(chosen)}
         print(json.dumps({**row, "good": bool(row["caught"]) == must_catch}), flush=True)
 
 

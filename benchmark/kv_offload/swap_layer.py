@@ -3,7 +3,7 @@
     python benchmark/kv_offload/swap_layer.py --out results/h200/swap_layer.json      # on a Hopper GPU, ~6 minutes
 
 Steady state and first touch: each step keeps (1 - miss rate) of the last top-k and takes positions that were never resident
-for the rest; layers take turns, each with its own pool, tables and windows; 16 GB of pool, so small batches have many layers; each
+for the rest; layers take turns, each with its own pool, tables and windows; up to 22 GB of pool in up to 256 layers; each
 implementation has lists of its own, and the CPU's cache is overwritten before it. A spin kernel before each timed launch hides
 the host's launch time. Times are medians over layers and steps.
 

@@ -3,7 +3,7 @@
     python benchmark/kv_offload/write_back.py --out results/h200/write_back.json      # on a Hopper GPU, ~30 seconds
 
 Each launch writes rows of its own. Times are medians of the copy stream's, the host's launches hidden behind a spin kernel; the
-step's row "launch" is what the scheduler's thread spends on it.
+field launch_us is what the scheduler's thread spends on it.
 
 Rows: what is one of
   step      the new rows of a batch in all layers (SparseCacheController.write_back); host slots all over the pool

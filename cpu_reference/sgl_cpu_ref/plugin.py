@@ -42,8 +42,10 @@ def activate() -> None:
         _replace_indexer_leaves()
         _replace_attention_leaves()
         _fit_host_memory()
-        from sgl_cpu_ref import hisparse, slow_rank
+        from sgl_cpu_ref import hisparse, nsa_swap, slow_rank
 
+        if _has_module("sglang.jit_kernel.nsa_kv_offload"):  # a patched tree; stock SGLang has no such kernels
+            nsa_swap.install()
         hisparse.enable_on_cpu()
         slow_rank.install()
         if os.environ.get("SGL_CPU_REF_NIXL", "1") == "1":
@@ -77,7 +79,7 @@ def _has_module(name: str) -> bool:
 def _replace_triton_kernels() -> None:
     """Allocator, pool, quantisation and index-buffer kernels for which SGLang has Triton versions only."""
     import sglang.srt.utils
-    from sgl_cpu_ref import allocator, index_buffer, kv_pool, nsa_swap, quant
+    from sgl_cpu_ref import allocator, index_buffer, kv_pool, quant
     from sgl_cpu_ref.patching import replace_everywhere, replace_static
     from sglang.srt.layers.attention.nsa import index_buf_accessor
     from sglang.srt.mem_cache import common
@@ -101,8 +103,6 @@ def _replace_triton_kernels() -> None:
     replace_static(index_buf_accessor.GetK, "triton", index_buffer.get_k)
     replace_static(index_buf_accessor.GetS, "triton", index_buffer.get_s)
     replace_static(index_buf_accessor.GetKAndS, "triton", index_buffer.get_k_and_s)
-    if _has_module("sglang.jit_kernel.nsa_kv_offload"):  # a patched tree; stock SGLang has no such kernels
-        nsa_swap.install()
 
 
 def _replace_indexer_leaves() -> None:

@@ -129,21 +129,20 @@ class Lab:
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
 
-        release, post, counts = ScheduleBatch.release_req, LRUCacheState.lru_post_process, self.counts
+        release, prepare, counts = ScheduleBatch.release_req, LRUCacheState.prepare_layer_swap, self.counts
 
         def release_req(batch, *args, **kwargs):
             counts["retractions"] += 1
             return release(batch, *args, **kwargs)
 
-        def lru_post_process(lru, layer, windows, swap):
-            for window, victims in zip(windows.tolist(), swap.victim_offsets):
-                if window >= 0:
-                    held = lru.position_at_offset[layer, window, victims[victims >= 0].long()]
-                    counts["evictions"] += int((held >= 0).sum())
-            post(lru, layer, windows, swap)
+        def prepare_layer_swap(lru, layer, *args):
+            before = lru.position_at_offset[layer].clone()
+            page_table = prepare(lru, layer, *args)
+            counts["evictions"] += int(((before >= 0) & (before != lru.position_at_offset[layer])).sum())
+            return page_table
 
         self._stack.enter_context(mock.patch.object(ScheduleBatch, "release_req", release_req))
-        self._stack.enter_context(mock.patch.object(LRUCacheState, "lru_post_process", lru_post_process))
+        self._stack.enter_context(mock.patch.object(LRUCacheState, "prepare_layer_swap", prepare_layer_swap))
 
 
 def watched(method, kind="rule"):

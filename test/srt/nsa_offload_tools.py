@@ -18,7 +18,10 @@ if DEVICE == "cpu":
 
 
 def need_kernels() -> None:
-    """Without a GPU, put the kernels' source compiled for the CPU in their place; skips where that is not installed."""
+    """Without a GPU, put the kernels' source compiled for the CPU in their place, until the module's tests end.
+
+    Skips where that is not installed. To be called from ``setUpModule``.
+    """
     if DEVICE == "cuda":
         return
     try:
@@ -27,7 +30,15 @@ def need_kernels() -> None:
         raise unittest.SkipTest("needs a GPU") from None
     if shutil.which("g++") is None:
         raise unittest.SkipTest("needs a GPU or g++")
+    from sglang.jit_kernel import nsa_kv_offload
+
+    before = nsa_kv_offload._swap_module, nsa_kv_offload._gather_module
     nsa_swap.install(order="chance")
+    unittest.addModuleCleanup(_restore, nsa_kv_offload, *before)
+
+
+def _restore(kernels, swap_module, gather_module) -> None:
+    kernels._swap_module, kernels._gather_module = swap_module, gather_module
 
 
 _FOLDER = tempfile.TemporaryDirectory()

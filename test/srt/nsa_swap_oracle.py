@@ -118,7 +118,7 @@ def random_case(seed: int, batch: int = 4, shape=None, stale: bool = False, dupl
         case.batch_windows[rng.randrange(batch)] = -1
         case.topk[rng.randrange(batch)] = -1
     case.batch_rows = torch.tensor(rng.sample(range(batch + 3), batch), dtype=torch.int32)
-    # Few host slots, so that requests share some; or many, so that a warp has more than one piece of them.
+    # Few host slots, so that requests share some; or many, so that blocks take more than one chunk of them.
     case.num_host_rows = 2 * context + 37 + (9000 if seed % 4 == 1 else 0)
     case.req_to_token = torch.stack(
         [torch.tensor(rng.sample(range(case.num_host_rows), context + 5)) for _ in range(batch + 3)]

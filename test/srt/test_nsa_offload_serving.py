@@ -36,10 +36,10 @@ class TestServing(CustomTestCase):
                 counters = offload.coordinator(engine).lru.counters.tolist()
         return outputs, counters
 
-    def compare(self, dtype, overlap, **config):
+    def compare(self, dtype, overlap):
         if (dtype, overlap) not in self.expected:
             self.expected[dtype, overlap], _ = self.serve(dtype, overlap)
-        outputs, counters = self.serve(dtype, overlap, **offload.offload_args(**config))
+        outputs, counters = self.serve(dtype, overlap, **offload.offload_args())
         self.assertEqual(outputs, self.expected[dtype, overlap])
         for hits, ring_hits, misses in counters:
             self.assertGreater(hits, 0)

@@ -176,16 +176,85 @@ class TestSwap(CustomTestCase):
     def test_duplicates_share_a_slot_and_a_load(self):
         for seed in range(12):
             for ordered, order in self.modes():
-                case = oracle.random_case(seed, duplicates=True)
-                expected = oracle.swap(case)
-                with self.subTest(seed=seed, order=order), self.on(order, seed):
-                    t = run_swap(case)
-                    # Which of two entries claims the load decides the ranks, hence which victim it gets.
-                    self.assertEqual(t.counters.tolist(), expected.counters.tolist())
-                    self.check_tables(t)
-                    for b, window in enumerate(case.batch_windows.tolist()):
-                        if window >= 0:
-                            self.check_row(t, case, b, window)
+                with self.subTest(seed=seed, order=order, ordered=ordered):
+                    self.check_duplicates(seed, ordered, order)
+
+    def check_duplicates(self, seed, ordered, order):
+        case = oracle.random_case(seed, duplicates=True)
+        expected = oracle.swap(case)
+        with self.on(order, seed):
+            t = run_swap(case)
+            # Which of two entries claims the load decides the ranks, hence which victim it gets.
+            self.assertEqual(t.counters.tolist(), expected.counters.tolist())
+            self.assertEqual(int(t.queue.state[0]), len(expected.loads))
+            self.check_tables(t)
+            held = case.offset_of_position
+            host, _, after = run_gather(t, case, ordered)
+        for b, window in enumerate(case.batch_windows.tolist()):
+            if window < 0:
+                continue
+            self.check_row(t, case, b, window)
+            for position, slot in zip(case.topk[b].tolist(), t.page_table[b].tolist()):
+                first_in_ring = max(int(case.ring_begin[window]), int(case.seq_lens[b]) - case.ring_slots)
+                if 0 <= position < first_in_ring and held[window, position] < 0:
+                    host_slot = int(case.req_to_token[case.batch_rows[b], position])
+                    self.assertTrue(torch.equal(after[slot], host[host_slot]), (b, position))
+
+    def test_launches_that_follow_each_other(self):
+        """Nothing is read between swap and gather, nor between layers; on a GPU in one CUDA graph."""
+        batch, k, lru, context, steps = (96, 2048, 4096, 12000, 40) if ON_GPU else (4, 64, 128, 700, 8)
+        layers, windows = 2, batch
+        generator = torch.Generator().manual_seed(0)
+
+        def on(tensor):
+            return tensor.to(DEVICE)
+
+        rows, num_host_rows = torch.arange(batch).int(), batch * context
+        req_to_token = torch.randperm(num_host_rows, generator=generator).view(batch, context).int()
+        host = torch.zeros((layers, num_host_rows, 656), dtype=torch.uint8)
+        host.view(torch.int64)[:, :, 0] = torch.arange(layers * num_host_rows).view(layers, -1) + 1
+        host = host.pin_memory() if ON_GPU else host
+        slots = oracle.RING_WINDOW_BASE + windows * (lru + 64)
+        device = on(torch.zeros((layers, slots, 656), dtype=torch.uint8))
+        offsets = on(torch.full((layers, windows, context), -1, dtype=torch.int16))
+        positions = on(torch.full((layers, windows, lru), -1, dtype=torch.int32))
+        last_used = on(torch.zeros((layers, windows, lru), dtype=torch.int16))
+        counters, ring_begin = on(torch.zeros((layers, 3), dtype=torch.int64)), on(torch.full((windows,), context).int())
+        topk, lens = on(torch.zeros((layers, batch, k), dtype=torch.int32)), on(torch.full((batch,), 1).int())
+        rows, req_to_token_there = on(rows), on(req_to_token)
+        queue = kernels.MissQueue(batch, k, num_host_rows, DEVICE)
+        tables = [None] * layers
+
+        def forward():
+            for layer in range(layers):
+                tables[layer] = kernels.swap_topk(
+                    *(topk[layer], rows, rows, lens, ring_begin, req_to_token_there),
+                    *(offsets[layer], positions[layer], last_used[layer], counters[layer], queue),
+                    *(64, oracle.RING_WINDOW_BASE, lru + 64),
+                )
+                kernels.gather_misses(host[layer], device[layer], queue)
+
+        for order_min_rows in (0, 1 << 30):
+            with self.on("chance"), mock.patch.object(kernels, "ORDER_MIN_ROWS", order_min_rows):
+                topk.fill_(-1)
+                forward()  # compiles
+                replay = forward
+                if ON_GPU:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        forward()
+                    replay = graph.replay
+                for step in range(steps):
+                    chosen = torch.rand((layers, batch, context - 70), generator=generator).argsort(-1)[..., :k].int()
+                    topk.copy_(chosen)
+                    lens.fill_(context - steps + step)
+                    replay()
+                    for layer in range(layers):
+                        host_slots = torch.gather(req_to_token, 1, chosen[layer].long()).flatten().long()
+                        got = device[layer].view(torch.int64)[tables[layer].flatten().long(), 0].cpu()
+                        self.assertTrue(torch.equal(got, host[layer].view(torch.int64)[host_slots, 0]), (step, layer))
+        self.assertFalse(queue.state.any())
+        self.assertFalse(queue.wanted.any())
 
     def check_tables(self, t):
         held = (t.offset_of_position >= 0).nonzero()
@@ -270,6 +339,12 @@ class TestFaults(CustomTestCase):
             "shared.queued_before = queued_before;\n  __syncthreads();",
             "shared.queued_before = queued_before;\n",
         ),
+        "no barrier before the counts": ("swap.cuh", "if (!any_absent) {\n    __syncthreads();", "if (!any_absent) {"),
+        "no barrier before the queue is emptied": (
+            "gather.cuh",
+            "  __syncthreads();  // every thread of this block has read the state\n",
+            "",
+        ),
         "no barrier in the scan": ("scan.cuh", "sums[warp] = upto;\n  __syncthreads();", "sums[warp] = upto;\n"),
         "no barrier after the claims": (
             "swap.cuh",
@@ -333,11 +408,7 @@ class TestFaults(CustomTestCase):
                 try:
                     for ordered in (True, False):
                         test.compare(case, ordered, order, ROW_BYTES[seed % 2], seed)
-                    doubled = oracle.random_case(seed, duplicates=True)
-                    with test.on(order, seed):
-                        t = run_swap(doubled)
-                    test.check_tables(t)
-                    test.assertEqual(t.counters.tolist(), oracle.swap(doubled).counters.tolist())
+                    test.check_duplicates(seed, seed % 2 == 0, order)
                     if seed < 3:
                         for num_host_rows, density in ((5000, 0.8), (17001, 0.03), (40000, 0.0005)):
                             test.compare_gather(num_host_rows, density, order, seed)

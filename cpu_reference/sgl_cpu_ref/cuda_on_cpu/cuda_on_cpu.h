@@ -210,25 +210,6 @@ inline int __syncthreads_or(int predicate) {
   return 0;
 }
 
-inline void __threadfence() {}
-
-inline unsigned __ballot_sync(unsigned, int predicate) {
-  return cuda_on_cpu::exchange_in_warp(predicate != 0, [](auto of_lane) {
-    unsigned bits = 0;
-    for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(of_lane(lane)) << lane;
-    return bits;
-  });
-}
-
-template <typename T>
-inline unsigned __match_any_sync(unsigned, T value) {
-  return cuda_on_cpu::exchange_in_warp(value, [value](auto of_lane) {
-    unsigned bits = 0;
-    for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(of_lane(lane) == value) << lane;
-    return bits;
-  });
-}
-
 template <typename T>
 inline T __reduce_add_sync(unsigned, T value) {
   return cuda_on_cpu::exchange_in_warp(value, [](auto of_lane) {
@@ -236,11 +217,6 @@ inline T __reduce_add_sync(unsigned, T value) {
     for (int lane = 0; lane < 32; ++lane) sum += of_lane(lane);
     return sum;
   });
-}
-
-template <typename T>
-inline T __shfl_sync(unsigned, T value, int source) {
-  return cuda_on_cpu::exchange_in_warp(value, [source](auto of_lane) { return of_lane(source & 31); });
 }
 
 template <typename T>
@@ -260,13 +236,6 @@ template <typename T, typename U>
 inline T atomicOr(T* address, U value) {
   const T old = *address;
   *address |= static_cast<T>(value);
-  return old;
-}
-
-template <typename T>
-inline T atomicCAS(T* address, T expected, T value) {
-  const T old = *address;
-  if (old == expected) *address = value;
   return old;
 }
 

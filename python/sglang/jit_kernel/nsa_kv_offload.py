@@ -2,8 +2,8 @@
 
 Two launches a layer. ``swap_topk`` (a block a request) splits the top-k into hits and misses by a
 direct table, gives the misses the least recently used slots, keeps the tables, and queues what to load;
-``gather_misses`` copies the queue's rows over as many blocks as fill the link. The boundary between
-them is their only barrier. Both read how much there is to do on the device, so a CUDA graph can
+``gather_misses`` copies the queue's rows over as many blocks as fill the link. Its launch overlaps the
+swap, and waits for the swap's end before it reads: that is their only barrier. Both read how much there is to do on the device, so a CUDA graph can
 replay them.
 
 Words: *position* in a sequence; *host slot*, row of the host pool; *window offset*, slot in a

@@ -83,6 +83,8 @@ struct Swap {
     const int lru_slots = static_cast<int>(W.unwrap());
     RuntimeCheck(k <= lru_slots && lru_slots <= 1 << 15, "top-k ", k, " over ", lru_slots, " LRU slots");
     RuntimeCheck(k < 1 << 15, "top-k ", k, " does not fit the 16-bit claims");
+    RuntimeCheck(
+        swap_shared_bytes(k, lru_slots) <= 48 << 10, "top-k ", k, " and ", lru_slots, " LRU slots exceed shared memory");
     RuntimeCheck(k <= kThreads * kEntries, "top-k ", k, " is above ", kThreads * kEntries);
     // No window stands twice in a batch, and padded rows queue nothing.
     const int64_t requests = batch < N.unwrap() ? batch : N.unwrap();

@@ -5,7 +5,7 @@
 namespace nsa_kv_offload {
 
 /// Rows that a swap wants from the host, and where they go. The swap kernel fills it, the gather kernel
-/// of the same layer empties it, and the boundary between the two launches orders them.
+/// of the same layer empties it. Their launches overlap: what orders them is the gather's wait for the swap.
 ///
 /// Every row is listed. A bit for each host slot also puts the rows in address order without a sort; a row wanted
 /// a second time (a shared prefix) has no bit of its own and is listed again behind the first `capacity` entries.

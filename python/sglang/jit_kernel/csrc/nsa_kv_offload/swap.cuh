@@ -48,7 +48,7 @@ struct SwapShared {
   int queued_before;
 };
 
-constexpr int kOldest = 128;  // highest value of age_bucket
+constexpr int kOldest = 128;  // no age_bucket is above; 7 bisections
 
 /// Ages below 16 have a bucket each, older ones eight for each power of two; from 1 up, 0 is for touched slots.
 __device__ __forceinline__ int age_bucket(uint16_t age) {

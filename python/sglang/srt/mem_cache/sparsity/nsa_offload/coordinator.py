@@ -11,7 +11,6 @@ import torch
 from sglang.jit_kernel.nsa_kv_offload import MissQueue
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.sparsity.algorithms.deepseek_nsa import DeepSeekNSAAlgorithm
-from sglang.srt.mem_cache.sparsity.backend.backend_adaptor import NSABackendAdaptor
 from sglang.srt.mem_cache.sparsity.core.sparse_coordinator import (
     SparseConfig,
     SparseCoordinator,
@@ -65,7 +64,6 @@ class NSAOffloadCoordinator(SparseCoordinator):
     def __init__(
         self,
         sizes: OffloadSizes,
-        top_k: int,
         req_to_token_pool: ReqToTokenPool,
         device_pool: NSAOffloadTokenToKVPool,
         host_pool: NSAKVOnlyTokenToKVPoolHost,
@@ -90,7 +88,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         )
         self.controller = SparseCacheController(device_pool, host_pool)
         config = SparseConfig(
-            top_k=top_k,
+            top_k=sizes.top_k,
             device_buffer_size=sizes.window_slots,
             host_to_device_ratio=1,
             page_size=1,
@@ -106,7 +104,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
                 self.lru,
                 self.controller,
                 # Padded rows queue nothing, so it need not hold more requests than have windows.
-                MissQueue(sizes.num_windows, top_k, host_pool.size, device),
+                MissQueue(sizes.num_windows, sizes.top_k, host_pool.size, device),
             ),
             req_to_token_pool,
             device_pool,

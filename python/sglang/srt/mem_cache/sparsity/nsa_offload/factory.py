@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.configs.model_config import get_nsa_index_topk
 from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
 
@@ -32,7 +31,6 @@ def attach_nsa_kv_offload(model_runner: "ModelRunner") -> None:
     device_pool.host_pool = host_pool
     model_runner.req_to_token_pool.sparse_coordinator = NSAOffloadCoordinator(
         sizes,
-        get_nsa_index_topk(model_runner.model_config.hf_config),
         model_runner.req_to_token_pool,
         device_pool,
         host_pool,
