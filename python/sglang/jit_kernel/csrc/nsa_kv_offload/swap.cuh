@@ -77,12 +77,12 @@ struct OwnMarks {
   __device__ __forceinline__ void load_stamps(int word) {
 #pragma unroll
     for (int i = 0; i < kMarksPerWord; ++i) {
-      const int slot = word * kMarksPerWord + i;
-      stamps[i] = word < end && slot < lru_slots ? last_used[slot] : 0;
+      const int offset = word * kMarksPerWord + i;
+      stamps[i] = word < end && offset < lru_slots ? last_used[offset] : 0;
     }
   }
 
-  /// From here on a slot's mark is its age bucket, 0 where it must stay.
+  /// From here on a mark says when its slot may go: its age bucket, 0 for never.
   __device__ __forceinline__ void put_ages(uint16_t now) {
     for (int word = first; word < end; ++word) {
       if (word > first) load_stamps(word);
@@ -133,9 +133,9 @@ pick_victims(OwnMarks<kThreads>& marks, uint16_t now, int need, uint16_t* victim
   for (int word = marks.first; word < marks.end; ++word) {
 #pragma unroll
     for (int i = 0; i < kMarksPerWord; ++i) {
-      const int bucket = marks.words[word] >> 8 * i & 0xff, slot = word * kMarksPerWord + i;
-      if (bucket > boundary) victims[older_rank++] = slot;
-      if (bucket == boundary && boundary_rank < need) victims[boundary_rank++] = slot;
+      const int bucket = marks.words[word] >> 8 * i & 0xff, offset = word * kMarksPerWord + i;
+      if (bucket > boundary) victims[older_rank++] = offset;
+      if (bucket == boundary && boundary_rank < need) victims[boundary_rank++] = offset;
     }
   }
 }

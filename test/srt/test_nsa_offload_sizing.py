@@ -1,0 +1,268 @@
+"""The sizing of every buffer and table: the formula, and what a server makes of its memory budget."""
+
+import dataclasses
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import nsa_offload_tools as tools  # first: chooses the device
+import torch
+
+from sglang.jit_kernel.nsa_kv_offload import MissQueue
+from sglang.srt.mem_cache.sparsity.nsa_offload import host_pool, sizing, staging
+from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
+from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
+from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import (
+    NSAOffloadPoolConfigurator,
+    OffloadSizes,
+)
+from sglang.test.test_utils import CustomTestCase
+
+DEVICE = tools.DEVICE
+PAGE, LAYERS, TOKENS = 64, 3, 1024
+DTYPES = ((torch.float8_e4m3fn, 656, 656), (torch.bfloat16, 576, 1152))  # dtype, dim, row bytes
+SIZES = OffloadSizes(
+    num_windows=3,
+    window_slots=192,
+    lru_slots=128,
+    staging_slots=8 * PAGE,
+    num_layers=LAYERS,
+    row_bytes=656,
+    max_context=516,
+    page_size=PAGE,
+    top_k=16,
+)
+
+
+def make_pool(dtype, dim, row_bytes, sizes=SIZES, tokens=TOKENS):
+    return NSAOffloadTokenToKVPool(
+        tokens,
+        page_size=PAGE,
+        dtype=dtype,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        layer_num=sizes.num_layers,
+        device=DEVICE,
+        index_head_dim=128,
+        enable_memory_saver=False,
+        kv_cache_dim=dim,
+        sizes=dataclasses.replace(sizes, row_bytes=row_bytes),
+    )
+
+
+class TestSizes(CustomTestCase):
+    def test_formula_equals_what_is_allocated(self):
+        for spec in DTYPES:
+            for windows in (2, 5):
+                with self.subTest(spec=spec, windows=windows):
+                    sizes = dataclasses.replace(SIZES, num_windows=windows, row_bytes=spec[2])
+                    pool = make_pool(*spec, sizes=sizes)
+                    lru = LRUCacheState(
+                        LAYERS, windows, sizes.lru_slots, sizes.ring_slots, sizes.max_context, DEVICE
+                    )
+                    tables = staging.PrefillStaging(sizes, TOKENS // PAGE, DEVICE)
+                    owned = [
+                        tensor
+                        for owner in (lru, tables)
+                        for tensor in vars(owner).values()
+                        if isinstance(tensor, torch.Tensor)
+                    ]
+                    owned += pool.kv_buffer + pool.index_k_with_scale_buffer
+                    owned += MissQueue(windows, sizes.top_k, TOKENS + PAGE, DEVICE).tensors()
+                    allocated = sum(tensor.nbytes for tensor in owned)
+                    # Not counted: counters, the words of the queue, and 8 bytes a page of 64 rows.
+                    missing = allocated - sizes.device_bytes(TOKENS)
+                    self.assertGreaterEqual(missing, 0)
+                    self.assertLess(missing, 1024 + 16 * sizes.device_slots // PAGE)
+
+    def test_one_more_window_and_token(self):
+        more = dataclasses.replace(SIZES, num_windows=4)
+        self.assertEqual(more.device_bytes(0) - SIZES.device_bytes(0), SIZES.window_bytes)
+        self.assertEqual(SIZES.device_bytes(64) - SIZES.device_bytes(0), 64 * (132 * LAYERS + 4.125) + 4)
+
+
+class TestConfigurator(CustomTestCase):
+    def setUp(self):
+        super().setUp()
+        self.host_free = int(1e12)
+        patcher = mock.patch.object(
+            host_pool, "available_host_bytes", side_effect=lambda: self.host_free
+        )
+        patcher.start()
+        self.addCleanup(patcher.stop)
+
+    def configurator(self, config=None, **args):
+        hf_config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=64)
+        self.args = SimpleNamespace(
+            decode_nsa_kv_offload_config=config,
+            get_model_config=lambda: SimpleNamespace(hf_config=hf_config),
+            tp_size=1,
+            nnodes=1,
+            dp_size=1,
+            disaggregation_mode="null",
+            max_prefill_tokens=512,
+            chunked_prefill_size=256,
+            max_total_tokens=None,
+            max_running_requests=8,
+        )
+        vars(self.args).update(args)
+        runner = SimpleNamespace(
+            server_args=self.args,
+            page_size=PAGE,
+            model_config=SimpleNamespace(context_len=1000, hf_config=hf_config),
+            num_effective_layers=LAYERS,
+            calculate_mla_kv_cache_dim=lambda: 656,
+            kv_cache_dtype=torch.float8_e4m3fn,
+        )
+        return NSAOffloadPoolConfigurator(runner)
+
+    def sized(self, gigabytes=0.1, config=None, **args):
+        available = int(gigabytes * 1e9)
+        result = self.configurator(config, **args).calculate_pool_sizes(available, PAGE)
+        tokens, sizes = result.max_total_num_tokens, result.offload
+        self.assertEqual(tokens % PAGE, 0)
+        self.assertLessEqual(sizes.device_bytes(tokens), available)
+        self.slot_limit = result.slot_limit
+        return tokens, sizes
+
+    def test_memory_is_used_to_the_last_page(self):
+        tokens, sizes = self.sized()
+        self.assertGreater(sizes.device_bytes(tokens + 2 * PAGE), 0.1e9)
+        self.assertEqual(sizes.num_windows, 9)
+        self.assertEqual((sizes.lru_slots, sizes.ring_slots), (128, 64))
+        self.assertEqual(sizes.max_context, 1004)
+
+    def test_more_tokens_than_dense_at_equal_bytes(self):
+        tokens, _ = self.sized(0.5)
+        dense = int(0.5e9) // ((656 + 132) * LAYERS)
+        self.assertGreater(tokens, 5 * dense)
+
+    def test_staging_holds_a_chunked_prompt_and_the_batch_beside_it(self):
+        """Whatever else it counts: the context, whole, and a chunk in pages of its own."""
+        for chunk in (256, 2048):
+            _, sizes = self.sized(chunked_prefill_size=chunk)
+            self.assertGreaterEqual(sizes.staging_slots, 1000 + chunk)
+            self.assertLessEqual(sizes.staging_slots, 1000 + max(chunk, 512) + 4 * PAGE)
+            self.assertEqual(sizes.staging_slots % PAGE, 0)
+
+    def test_staging_without_chunks(self):
+        for chunk in (None, -1):
+            _, sizes = self.sized(chunked_prefill_size=chunk, max_prefill_tokens=2000)
+            self.assertGreaterEqual(sizes.staging_slots, 2000)
+            _, sizes = self.sized(chunked_prefill_size=chunk, max_prefill_tokens=10)
+            self.assertGreaterEqual(sizes.staging_slots, 1000)
+
+    def test_a_decode_node_stages_nothing(self):
+        self.assertEqual(self.sized(disaggregation_mode="decode")[1].staging_slots, 0)
+
+    def test_derived_requests(self):
+        _, sizes = self.sized(max_running_requests=None)
+        derived = self.args.max_running_requests
+        self.assertEqual(sizes.num_windows, derived + 1)
+        per_request = sizes.window_bytes + 1000 * sizes.bytes_per_token
+        spare = 0.1e9 - sizes.fixed_bytes - sizes.window_bytes - PAGE * 132 * LAYERS
+        self.assertEqual(derived, int(spare // per_request))
+        self.sized(50, max_running_requests=None)
+        self.assertEqual(self.args.max_running_requests, sizing.MAX_DERIVED_REQUESTS)
+        self.sized(max_running_requests=None, dp_size=2)
+        self.assertEqual(self.args.max_running_requests, 2 * derived)
+
+    def test_requests_are_shared_by_data_parallel_ranks(self):
+        _, sizes = self.sized(dp_size=2)
+        self.assertEqual(sizes.num_windows, 5)
+
+    def test_token_limit(self):
+        tokens, sizes = self.sized(max_total_tokens=500)
+        self.assertEqual(tokens, 512)
+        self.assertEqual(sizes.staging_slots, 8 * PAGE)
+
+    def test_what_limits_the_slots(self):
+        for limit, more in (
+            ("device_memory", {}),
+            ("device_memory", {"max_total_tokens": 10**9}),
+            ("device_memory", {"config": '{"host_size_gb": 99}'}),
+            ("max_total_tokens", {"max_total_tokens": 500}),
+            ("max_total_tokens", {"max_total_tokens": 500, "config": '{"host_size_gb": 99}'}),
+            ("host_memory", {"config": '{"host_size_gb": 0.03}'}),
+            ("host_memory", {"config": '{"host_ratio": 0.5}'}),
+            ("host_memory", {"max_total_tokens": 500, "config": '{"host_size_gb": 0.0005}'}),
+        ):
+            with self.subTest(limit=limit, **more):
+                self.sized(**more)
+                self.assertEqual(self.slot_limit, limit)
+
+    def test_slots_that_fit_do_not_ask_the_machine(self):
+        tokens, _ = self.sized()
+        self.host_free = 0
+        configurator = self.configurator()
+        self.assertEqual(configurator.fit_slots(int(0.1e9)), tokens)
+        self.assertEqual(configurator.sizes.num_windows, 9)
+
+    def test_too_little_device_memory(self):
+        with self.assertRaises(ValueError) as caught:
+            self.sized(0.001)
+        for word in ("--enable-decode-nsa-kv-offload", "0.00 GB are left", "window_size", "--context-length"):
+            self.assertIn(word, str(caught.exception))
+
+    def test_too_many_requests(self):
+        with self.assertRaises(ValueError) as caught:
+            self.sized(max_running_requests=5000)
+        text = str(caught.exception)
+        self.assertIn("--max-running-requests 5000", text)
+        fit = int(text.split("At most ")[1].split()[0])
+        self.assertGreater(self.sized(max_running_requests=fit)[0], 0)
+        with self.assertRaises(ValueError):
+            self.sized(max_running_requests=fit + 1)
+
+    def test_too_little_host_memory(self):
+        self.host_free = sizing_reserve() + int(10e6)
+        with self.assertRaises(ValueError) as caught:
+            self.sized()
+        for word in ("--enable-decode-nsa-kv-offload", "host_ratio=1.0", "0.01 GB are"):
+            self.assertIn(word, str(caught.exception))
+        with self.assertRaisesRegex(ValueError, "host_size_gb=0.05"):
+            self.sized(config='{"host_size_gb": 0.05}')
+        self.sized(config='{"host_size_gb": 0.009}')
+
+    def test_ranks_of_a_host_count_together(self):
+        self.host_free = sizing_reserve() + int(40e6)
+        self.sized(config='{"host_size_gb": 0.03}')
+        with self.assertRaisesRegex(ValueError, "2 rank"):
+            self.sized(config='{"host_size_gb": 0.03}', tp_size=2)
+        self.sized(config='{"host_size_gb": 0.03}', tp_size=2, nnodes=2)
+
+    def test_host_size(self):
+        tokens, sizes = self.sized(config='{"host_size_gb": 0.03, "host_ratio": 0.5}')
+        rows = NSAKVOnlyTokenToKVPoolHost.rows_for(tokens, PAGE)
+        self.assertLessEqual(rows * sizes.host_bytes_per_token, 0.03e9)
+        self.assertGreater((rows + PAGE) * sizes.host_bytes_per_token, 0.03e9)
+
+    def test_host_size_above_need(self):
+        self.assertEqual(self.sized(config='{"host_size_gb": 99}')[0], self.sized()[0])
+
+    def test_host_size_of_no_page(self):
+        with self.assertRaisesRegex(ValueError, "host_size_gb=0.0001 holds 50 rows") as caught:
+            self.sized(config='{"host_size_gb": 0.0001}')
+        least = float(str(caught.exception).split("at least ")[1].rstrip("."))
+        self.assertEqual(self.sized(config=f'{{"host_size_gb": {least}}}')[0], PAGE)
+
+    def test_host_ratio(self):
+        whole, half = self.sized()[0], self.sized(config='{"host_ratio": 0.5}')[0]
+        self.assertEqual(half, whole // 2 // PAGE * PAGE)
+
+    def test_host_pool_takes_what_was_checked(self):
+        tokens, sizes = self.sized(0.01, config='{"host_size_gb": 0.003}', max_running_requests=2)
+        pool = make_pool(*DTYPES[0], sizes=sizes, tokens=tokens)
+        host = NSAKVOnlyTokenToKVPoolHost(pool, DEVICE == "cuda")
+        self.addCleanup(host.close)
+        self.assertEqual(host.size, NSAKVOnlyTokenToKVPoolHost.rows_for(tokens, PAGE))
+        self.assertLessEqual(host.kv_buffer.nbytes, 0.003e9)
+
+
+def sizing_reserve():
+    return host_pool.HOST_RESERVE_BYTES
+
+
+if __name__ == "__main__":
+    unittest.main()
