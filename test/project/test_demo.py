@@ -193,12 +193,11 @@ class TestTrace:
     @staticmethod
     def swap(trace, layer, misses, victims, held, window=1):
         """One request in ``window`` and one row of padding."""
-        rows = [list(misses) + [-1] * (4 - len(misses)), [-1] * 4]
-        offsets = [list(victims) + [-1] * (4 - len(victims)), [-1] * 4]
-        table = torch.full((3, 4), -1, dtype=torch.int32)
-        table[window, : len(held)] = torch.tensor(held, dtype=torch.int32)
-        windows = torch.tensor([window, -1], dtype=torch.int32)
-        trace.swap(layer, windows, torch.tensor(rows).int(), torch.tensor(offsets).int(), table)
+        before = torch.full((3, 4), -1, dtype=torch.int32)
+        before[window, : len(held)] = torch.tensor(held, dtype=torch.int32)
+        after = before.clone()
+        after[window, list(victims)] = torch.tensor(misses, dtype=torch.int32)
+        trace.swap(layer, torch.tensor([window, -1], dtype=torch.int32), before, after)
 
     def test_first_fetch_eviction_and_refetch(self, trace):
         trace.begin(1, "a", first_position=8)
@@ -237,3 +236,40 @@ def test_plugin_is_found_on_its_path_only():
         env = {**os.environ, "PYTHONPATH": path}
         out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert out.stdout.strip() == found
+
+
+def test_watch_sees_what_a_scheduler_swaps(tiny_model, tmp_path, monkeypatch):
+    """Its hooks fit the methods they hang on, and its counts are the feature's own."""
+    from harness import offload
+    from harness.scheduler import InprocScheduler
+    from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
+    from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
+
+    monkeypatch.syspath_prepend(str(TRACE_PLUGIN))
+    from swap_trace.plugin import _Watch
+
+    watch = _Watch(str(tmp_path / "trace.json"))
+
+    def hook(owner, name, before=None, after=None):
+        method = getattr(owner, name)
+
+        def hooked(*args, **kwargs):
+            if before is not None:
+                before(*args, **kwargs)
+            result = method(*args, **kwargs)
+            if after is not None:
+                after(result, *args, **kwargs)
+            return result
+
+        monkeypatch.setattr(owner, name, hooked)
+
+    hook(NSAOffloadCoordinator, "on_request_begin", after=watch.begun)
+    hook(NSAOffloadCoordinator, "on_request_end", before=watch.ending)
+    hook(LRUCacheState, "prepare_layer_swap", before=watch.preparing, after=watch.prepared)
+    with InprocScheduler(tiny_model, **offload.server_args(), **offload.offload_args()) as engine:
+        engine.run(offload.prompts((65, 300)), 70)
+    seen = json.loads((tmp_path / "trace.json").read_text())
+    misses = [layer[2] for layer in seen["counters"]]
+    fetched = [sum(layers) for layers in zip(*(request["fetched"] for request in seen["requests"]))]
+    assert fetched == misses
+    assert sum(map(sum, (request["evicted"] for request in seen["requests"]))) > 0

@@ -25,9 +25,9 @@ def activate() -> None:
     coordinator = f"{OFFLOAD}.coordinator.NSAOffloadCoordinator"
     HookRegistry.register(f"{coordinator}.on_request_begin", watch.begun, HookType.AFTER)
     HookRegistry.register(f"{coordinator}.on_request_end", watch.ending, HookType.BEFORE)
-    HookRegistry.register(
-        f"{OFFLOAD}.lru_cache.LRUCacheState.prepare_layer_swap", watch.prepared, HookType.AFTER
-    )
+    swap = f"{OFFLOAD}.lru_cache.LRUCacheState.prepare_layer_swap"
+    HookRegistry.register(swap, watch.preparing, HookType.BEFORE)
+    HookRegistry.register(swap, watch.prepared, HookType.AFTER)
 
 
 class _Watch:
@@ -44,15 +44,12 @@ class _Watch:
         window = coordinator._leases[req.req_pool_idx].window.index
         self._trace.begin(window, req.rid, first_position)
 
-    def prepared(self, swap, lru, layer, topk, batch_windows, seq_lens) -> None:
+    def preparing(self, lru, layer, *args) -> None:
+        self._before = lru.position_at_offset[layer].clone()
+
+    def prepared(self, page_table, lru, layer, topk, batch_windows, *args) -> None:
         if self._trace is not None:
-            self._trace.swap(
-                layer,
-                batch_windows,
-                swap.miss_positions,
-                swap.victim_offsets,
-                lru.position_at_offset[layer],
-            )
+            self._trace.swap(layer, batch_windows, self._before, lru.position_at_offset[layer])
 
     def ending(self, coordinator, req) -> None:
         lease = coordinator._leases.get(req.req_pool_idx)

@@ -31,28 +31,19 @@ class SwapTrace:
         self._first_written[window] = first_position
         self._open[window] = {"rid": rid, "first_position": first_position}
 
-    def swap(
-        self,
-        layer: int,
-        windows: torch.Tensor,
-        miss_positions: torch.Tensor,
-        victim_offsets: torch.Tensor,
-        position_at_offset: torch.Tensor,
-    ) -> None:
-        """One layer of one decode step, before the tables change.
+    def swap(self, layer: int, windows: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
+        """One layer of one decode step: the rows that came are where the table changed.
 
         Args:
             windows: ``[B]``, -1 for padding.
-            miss_positions: ``[B, K]`` positions to fetch, -1 for none.
-            victim_offsets: ``[B, K]`` window offset that each of them takes, -1 for none.
-            position_at_offset: ``[num_windows, lru_slots]`` of this layer, -1 where empty.
+            before: ``[num_windows, lru_slots]`` position at each window offset of this layer, -1 where empty.
+            after: the same after the step's rows were entered.
         """
         self.peak_batch = max(self.peak_batch, int((windows >= 0).sum()))
-        entries = (windows[:, None] >= 0) & (miss_positions >= 0)
-        window = windows[:, None].expand_as(miss_positions)[entries].long()
-        position = miss_positions[entries].long()
+        entered = before != after
+        window, position = entered.nonzero()[:, 0], after[entered].long()
+        evicts = before[entered] >= 0
         again = self._seen[layer, window, position]
-        evicts = position_at_offset[window, victim_offsets[entries].long()] >= 0
         written = position >= self._first_written[window]
         self._seen[layer, window, position] = True
         ones = torch.ones_like(window)
