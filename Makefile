@@ -10,8 +10,6 @@ SERIES := $(PYTHON) -m tools.series
 STAMP := $(VENV)/.setup-done
 JOBS := 2
 CHECK := --tests
-# Begun first: a file runs on one worker, and the last one should be short.
-SLOWEST := test/serving/test_pd.py test/serving/test_pd_nixl.py
 
 export SGLANG_USE_CPU_ENGINE := 1
 export TORCHDYNAMO_DISABLE := 1
@@ -36,7 +34,7 @@ demo: build
 # The series' own tests, test/srt, run once: each on the prefix that ends with its patch.
 test: build
 	$(SERIES) check $(CHECK) > build/prefixes.txt 2>&1 & prefixes=$$!; \
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile --durations 20 $(SLOWEST) test/serving test/project; tests=$$?; \
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile --durations 20 test/project test/serving; tests=$$?; \
 	wait $$prefixes; checked=$$?; cat build/prefixes.txt; \
 	test $$tests = 0 && test $$checked = 0
 	$(SERIES) count --apart 10-nsa-offload-metrics
