@@ -7,48 +7,16 @@ from unittest import mock
 
 import nsa_offload_tools as tools  # first: chooses the device
 import torch
+from test_nsa_offload_pools import DTYPES, LAYERS, PAGE, SIZES, TOKENS, make_pool
 
 from sglang.jit_kernel.nsa_kv_offload import MissQueue
 from sglang.srt.mem_cache.sparsity.nsa_offload import host_pool, sizing, staging
-from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
 from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
-from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import (
-    NSAOffloadPoolConfigurator,
-    OffloadSizes,
-)
+from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import NSAOffloadPoolConfigurator
 from sglang.test.test_utils import CustomTestCase
 
 DEVICE = tools.DEVICE
-PAGE, LAYERS, TOKENS = 64, 3, 1024
-DTYPES = ((torch.float8_e4m3fn, 656, 656), (torch.bfloat16, 576, 1152))  # dtype, dim, row bytes
-SIZES = OffloadSizes(
-    num_windows=3,
-    window_slots=192,
-    lru_slots=128,
-    staging_slots=8 * PAGE,
-    num_layers=LAYERS,
-    row_bytes=656,
-    max_context=516,
-    page_size=PAGE,
-    top_k=16,
-)
-
-
-def make_pool(dtype, dim, row_bytes, sizes=SIZES, tokens=TOKENS):
-    return NSAOffloadTokenToKVPool(
-        tokens,
-        page_size=PAGE,
-        dtype=dtype,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        layer_num=sizes.num_layers,
-        device=DEVICE,
-        index_head_dim=128,
-        enable_memory_saver=False,
-        kv_cache_dim=dim,
-        sizes=dataclasses.replace(sizes, row_bytes=row_bytes),
-    )
 
 
 class TestSizes(CustomTestCase):
