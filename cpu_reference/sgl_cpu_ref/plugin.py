@@ -42,12 +42,13 @@ def activate() -> None:
         _replace_indexer_leaves()
         _replace_attention_leaves()
         _fit_host_memory()
-        from sgl_cpu_ref import hisparse, nsa_swap, slow_rank
+        from sgl_cpu_ref import hisparse, nsa_swap, slow_rank, speculation
 
         if _has_module("sglang.jit_kernel.nsa_kv_offload"):  # a patched tree; stock SGLang has no such kernels
             nsa_swap.install()
         hisparse.enable_on_cpu()
         slow_rank.install()
+        speculation.install()
         if os.environ.get("SGL_CPU_REF_NIXL", "1") == "1":
             from sgl_cpu_ref import nixl_dram
 

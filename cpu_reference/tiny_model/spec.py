@@ -20,6 +20,9 @@ class TinySpec:
     """Sizes and weight gains. MLA and indexer widths are the real model's; only depth, heads and width shrink.
 
     A gain multiplies random weights of unit output scale. How the gains serve: see `tiny_model.weights`.
+
+    ``drafts`` is the share of the vocabulary whose successor is fixed and known to a NextN layer, so that its drafts are
+    accepted sometimes and refused sometimes; 0 for a checkpoint without such a layer.
     """
 
     seed: int = 0
@@ -38,6 +41,7 @@ class TinySpec:
     last_attention_gain: float = 16.0
     mlp_gain: float = 1.0
     last_mlp_gain: float = 30.0
+    drafts: float = 0.0
 
     @property
     def stamp(self) -> str:
@@ -78,7 +82,7 @@ class TinySpec:
             "first_k_dense_replace": 1,
             "moe_layer_freq": 1,
             "ep_size": 1,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": 1 if self.drafts else 0,
             "max_position_embeddings": self.max_position,
             "rms_norm_eps": 1e-6,
             "rope_theta": 10000.0,

@@ -8,11 +8,16 @@ What makes a row visible:
   the logits only through that step's output, since no later layer keeps it.
 """
 
+import dataclasses
 from typing import Dict
 
 import torch
 
 from tiny_model.spec import INDEX_DIM, KV_LORA_RANK, LATENT_DIM, QK_NOPE_DIM, QK_ROPE_DIM, V_DIM, TinySpec
+
+CERTAIN_GAIN = 60.0
+CERTAIN_LOGIT = 12.0
+NEXTN_GAIN = 0.2
 
 
 class _Maker:
@@ -43,7 +48,34 @@ def make_weights(spec: TinySpec) -> Dict[str, torch.Tensor]:
         _mlp(maker, spec, layer)
     maker.ones("model.norm", spec.hidden)
     maker.linear("lm_head", spec.vocab, spec.hidden)
+    if spec.drafts:
+        _fix_successors(maker, spec)
+        _nextn(maker, spec)
     return maker.tensors
+
+
+def _fix_successors(maker: _Maker, spec: TinySpec) -> None:
+    """Give some tokens an embedding that outweighs all layers, and the output a fixed choice after it."""
+    embed, head = maker.tensors["model.embed_tokens.weight"], maker.tensors["lm_head.weight"]
+    tokens = 3 + torch.randperm(spec.vocab - 3, generator=maker.generator)  # not begin, end and unknown
+    certain = tokens[: int(spec.drafts * spec.vocab)]
+    successors = tokens[torch.randperm(len(tokens), generator=maker.generator)[: len(certain)]]
+    head[successors] += (CERTAIN_LOGIT / spec.hidden * embed[certain].float()).to(torch.bfloat16)
+    embed[certain] *= CERTAIN_GAIN
+
+
+def _nextn(maker: _Maker, spec: TinySpec) -> None:
+    """The layer that drafts: it hands the token's embedding to the output, with little added."""
+    quiet = dataclasses.replace(
+        spec, attention_gain=NEXTN_GAIN, last_attention_gain=NEXTN_GAIN, mlp_gain=NEXTN_GAIN, last_mlp_gain=NEXTN_GAIN
+    )
+    _attention(maker, quiet, spec.layers)
+    _mlp(maker, quiet, spec.layers)
+    block = f"model.layers.{spec.layers}"
+    eye = torch.eye(spec.hidden, dtype=torch.bfloat16)
+    maker.tensors[f"{block}.eh_proj.weight"] = torch.cat([eye, NEXTN_GAIN * eye], 1)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        maker.ones(f"{block}.{norm}", spec.hidden)
 
 
 def _attention(maker: _Maker, spec: TinySpec, layer: int) -> None:

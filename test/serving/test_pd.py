@@ -189,17 +189,23 @@ def test_prefill_node_killed_in_a_transfer(pair, prompts, expected):
     """Last of this pair's tests: the node is replaced."""
     record = pair.folder / "record"
 
+    def sent():
+        return len(pd_recorder.read(record, "sent"))
+
     def wait_for_transfers(count):
-        before = len(pd_recorder.read(record, "sent"))
-        while len(pd_recorder.read(record, "sent")) < before + count:
+        deadline = time.monotonic() + 120
+        while sent() < count:
+            assert time.monotonic() < deadline, f"{sent()} of {count} transfers after 120 s"
             time.sleep(0.02)
 
     with ThreadPoolExecutor(16) as pool:
+        before = sent()
         decoding = [pool.submit(pair.generate, prompts[i], 150) for i in range(4)]
-        wait_for_transfers(8)  # latent rows and index keys of each
+        wait_for_transfers(before + 8)  # latent rows and index keys of each
         time.sleep(2)
+        before = sent()
         caught = [pool.submit(outcome, pair.generate, ids, 4) for ids in offload.prompts([1900] * 4, seed=9)]
-        wait_for_transfers(2)
+        wait_for_transfers(before + 2)
         os.killpg(pair.prefill.process.pid, signal.SIGKILL)
         results = [future.result(timeout=120) for future in caught]
         print("failed:", sum(tokens is None for tokens in results), "of", len(results))
