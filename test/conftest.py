@@ -18,3 +18,13 @@ def tiny_model() -> str:
     folder = environment.MODELS / "tiny"
     write_checkpoint(folder, TinySpec())
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def draft_model() -> str:
+    """Folder of a tiny checkpoint with a layer that drafts; half its drafts are accepted."""
+    from tiny_model import TinySpec, write_checkpoint
+
+    folder = environment.MODELS / "tiny_draft"
+    write_checkpoint(folder, TinySpec(drafts=0.5))
+    return str(folder)

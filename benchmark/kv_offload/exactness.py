@@ -4,6 +4,7 @@
 
 Every engine is the real scheduler in this process, so both sides see the same requests in the same order and form the same
 batches. The first case first shows that runs without offloading agree (`--off-runs`); only then does a comparison mean anything.
+A fourth part of a case's name is a number of draft tokens: multi-token prediction on both sides, which must accept as many.
 """
 
 import argparse
@@ -17,15 +18,17 @@ import harness  # noqa: F401  (sets the environment; before sglang and torch)
 
 import torch
 from deterministic_topk import deterministic_topk
+from harness import offload
 from harness.scheduler import InprocScheduler
 from tiny_model import TinySpec, write_checkpoint
 
 BACKENDS = {"bfloat16": "flashmla_sparse", "fp8_e4m3": "flashmla_kv"}
 
 
-def slim_model(folder: Path, layers: int) -> Path:
-    """A checkpoint with real attention sizes for Hopper's kernels, few layers, seeded weights."""
+def slim_model(folder: Path, layers: int, drafts: float = 0.0) -> Path:
+    """A checkpoint with real attention sizes for Hopper's kernels, few layers, seeded weights; see `TinySpec.drafts`."""
     spec = TinySpec(
+        drafts=drafts,
         layers=layers,
         topk=2048,
         heads=16,
@@ -36,7 +39,7 @@ def slim_model(folder: Path, layers: int) -> Path:
         q_lora_rank=512,
         max_position=163840,
     )
-    folder = folder.with_name(f"{folder.name}-{layers}")
+    folder = folder.with_name(f"{folder.name}-{layers}" + ("-drafts" if drafts else ""))
     write_checkpoint(folder, spec)
     return folder
 
@@ -81,12 +84,16 @@ def run(model: Path, work: list, new_tokens: int, overlap: bool, **server_args) 
         outputs = engine.run(work, new_tokens)
         served = time.time()
         coordinator = engine.scheduler.req_to_token_pool.sparse_coordinator
-        counters = None
+        counters = accepted = None
         if coordinator is not None:
             coordinator.check_idle()
             counters = coordinator.lru.counters.tolist()
+        scheduler = engine.scheduler
+        if not scheduler.spec_algorithm.is_none():
+            accepted = scheduler.spec_total_num_accept_tokens + scheduler.spec_num_accept_tokens
     return {
         "outputs": outputs,
+        "accepted": accepted,
         "build_s": round(built - begin, 1),
         "serve_s": round(served - built, 1),
         "counters": counters,
@@ -104,10 +111,13 @@ def compare(left: list, right: list) -> dict:
     return {"equal": len(left) - len(wrong), "of": len(left), "first_difference": first}
 
 
-def case(args, model, work, dtype, graphs, overlap, off_runs) -> dict:
+def case(args, work, dtype, graphs, overlap, steps, off_runs) -> dict:
     """One row of the result: off against off, then on against off."""
-    shared = settings(args, dtype, graphs)
-    row = {"kv_dtype": dtype, "graphs": graphs, "overlap": overlap, "window": args.window}
+    model = slim_model(args.model, args.layers, drafts=0.5 if steps else 0.0)
+    shared = {**settings(args, dtype, graphs), **offload.speculation_args(steps)}
+    shared["disable_cuda_graph"] = not graphs
+    window = max(args.window, 2048 * (steps + 1))
+    row = {"kv_dtype": dtype, "graphs": graphs, "overlap": overlap, "window": window, "draft_tokens": steps}
     off = [run(model, work, args.new_tokens, overlap, **shared) for _ in range(off_runs)]
     row["off_vs_off"] = [compare(off[0]["outputs"], other["outputs"]) for other in off[1:]]
     on = run(
@@ -116,12 +126,13 @@ def case(args, model, work, dtype, graphs, overlap, off_runs) -> dict:
         args.new_tokens,
         overlap,
         enable_decode_nsa_kv_offload=True,
-        decode_nsa_kv_offload_config=json.dumps({"window_size": args.window}),
+        decode_nsa_kv_offload_config=json.dumps({"window_size": window}),
         **shared,
     )
     row["on_vs_off"] = compare(off[0]["outputs"], on["outputs"])
     row["distinct_tokens"] = len(set(itertools.chain(*off[0]["outputs"])))
     row["counters"] = on["counters"]
+    row["accepted"] = {"off": off[0]["accepted"], "on": on["accepted"]}
     row["seconds"] = {side: [r["build_s"], r["serve_s"]] for side, r in (("off", off[0]), ("on", on))}
     return row
 
@@ -137,26 +148,28 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--off-runs", type=int, default=3, help="runs without offloading in the first case; 1 in the others")
-    parser.add_argument("--cases", nargs="*", default=["all"], help="like fp8_e4m3:graphs:overlap")
+    parser.add_argument("--cases", nargs="*", default=["all"], help="like fp8_e4m3:graphs:overlap, or with :3 behind it")
     args = parser.parse_args()
 
-    model = slim_model(args.model, args.layers)
     work = prompts(args.requests, args.max_len, seed=0)
     rows = []
     names = args.cases
     if names == ["all"]:
         names = [":".join(c) for c in itertools.product(BACKENDS, ("graphs", "eager"), ("overlap", "normal"))]
+        names += [f"{dtype}:{graphs}:overlap:3" for dtype in BACKENDS for graphs in ("graphs", "eager")]
     with deterministic_topk():
         for index, name in enumerate(names):
-            dtype, graphs, loop = name.split(":")
+            dtype, graphs, loop, *steps = name.split(":")
             off_runs = args.off_runs if index == 0 else 1
-            row = case(args, model, work, dtype, graphs == "graphs", loop == "overlap", off_runs)
+            row = case(args, work, dtype, graphs == "graphs", loop == "overlap", int(*steps), off_runs)
             row = {"gpu": torch.cuda.get_device_name(), "requests": args.requests, "max_len": args.max_len, "new_tokens": args.new_tokens, **row}
             rows.append(row)
             print(json.dumps(row), flush=True)
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
     if any(row["on_vs_off"]["equal"] != row["on_vs_off"]["of"] for row in rows):
         raise SystemExit("tokens differ")
+    if any(row["accepted"]["off"] != row["accepted"]["on"] for row in rows):
+        raise SystemExit("other drafts were accepted")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ def grouped(axis, groups: list, impls: list, values: dict, unit: str) -> None:
 
 def swap_layer(rows: list, out: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), width_ratios=[2, 3, 5], layout="constrained")
-    rows = [r for r in rows if r["placement"] == "pages" and r["batch"] * r["positions"] == r["pool_rows"]]
+    rows = [r for r in rows if r["placement"] == "pages" and r["batch"] * r["positions"] == r["pool_rows"] and r["window"] == 4096]
+    rows = [r for r in rows if r.get("queries", 1) == 1]
     panels = (
         ("nothing misses", ["ours", "hisparse"], lambda r: r["miss_rate"] == 0),
         ("small batches", ["ours", "hisparse", "gather_sorted", "copy"], lambda r: r["miss_rate"] and r["batch"] < 128),

@@ -4,7 +4,8 @@
 
 Steady state and first touch: each step keeps (1 - miss rate) of the last top-k and takes positions that were never resident
 for the rest; layers take turns, each with its own pool, tables and windows; up to 22 GB of pool in up to 256 layers; each
-implementation has lists of its own, and the CPU's cache is overwritten before it. A spin kernel before each timed launch hides
+implementation has lists of its own, and the CPU's cache is overwritten before it. Cases with several queries are a verify step's
+swap (multi-token prediction); the case after each has one list with as many misses. A spin kernel before each timed launch hides
 the host's launch time. Times are medians over layers and steps.
 
 Rows: impl is one of
@@ -23,7 +24,7 @@ import argparse
 import gc
 import json
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Callable, Dict, List
 from unittest import mock
@@ -48,10 +49,35 @@ class Case:
     placement: str = "pages"
     pool_rows: int = 0
     """Host rows of a layer; 0 for as many as the batch has. A server's pool is larger than a small batch."""
+    queries: int = 1
+    """Query tokens of a request in one step; from one list to the next ``miss_rate`` of the rows are new."""
+    window: int = field(default_factory=lambda: WINDOW)
+
+    @property
+    def new(self) -> int:
+        """Rows of a list that the one before has not."""
+        return round(TOP_K * self.miss_rate)
 
     @property
     def misses(self) -> int:
-        return self.batch * round(TOP_K * self.miss_rate)
+        """Of a step, all requests."""
+        return self.batch * self.queries * self.new
+
+    @property
+    def impls(self) -> tuple:
+        """What can be compared: the peer has few windows, and nothing else takes several lists."""
+        if self.queries > 1:
+            return ("ours",)
+        return ("ours", "gather_sorted") if self.window != WINDOW else tuple(IMPLS)
+
+
+def several_lists(batch: int, queries: int) -> tuple:
+    """A verify step's swap, its lists sharing 90% with the next, and one list with as many misses."""
+    window = queries * TOP_K
+    return (
+        Case(batch, 656, 0.1, queries=queries, window=window),
+        Case(batch, 656, 0.1 * queries, window=window),
+    )
 
 
 CASES = (
@@ -63,6 +89,7 @@ CASES = (
     *(Case(128, 656, 0.1, placement=p) for p in ("contiguous", "pages", "random")),
     Case(128, 656, 0.02),
     *(Case(128, 1152, rate, positions=16384) for rate in (0.02, 0.1)),
+    *(case for batch in (16, 128) for queries in (2, 4) for case in several_lists(batch, queries)),
 )
 
 
@@ -94,28 +121,28 @@ class Pool:
             order = torch.randperm(rows, generator=generator)
         order = order[: case.batch * case.positions]
         self.req_to_token = order.view(case.batch, case.positions).int().to(device)
-        slots = FIRST_WINDOW_SLOT + case.batch * (WINDOW + RING)
+        slots = FIRST_WINDOW_SLOT + case.batch * (case.window + RING)
         self.device = torch.zeros((self.layers, slots, case.row_bytes), dtype=torch.uint8, device=device)
 
 
 def topk_lists(case: Case, steps: int, seed: int = 0) -> torch.Tensor:
-    """``[steps, batch, TOP_K]`` int32; the first one's rows are all new."""
+    """``[steps, batch, queries * TOP_K]`` int32; the first list's rows are all new."""
     generator = torch.Generator().manual_seed(seed)
-    new = round(TOP_K * case.miss_rate)
     # The newest positions are left out: they would be ring hits.
     fresh = [torch.randperm(case.positions - RING - 1, generator=generator) for _ in range(case.batch)]
-    if TOP_K + (steps - 1) * new > len(fresh[0]):
+    count = steps * case.queries
+    if TOP_K + (count - 1) * case.new > len(fresh[0]):
         raise ValueError(f"{case}: {steps} steps need more positions")
     rows = torch.stack([order[:TOP_K] for order in fresh])
     lists = [rows]
-    for step in range(1, steps):
+    for index in range(1, count):
         rows = rows.clone()
         for b, order in enumerate(fresh):
-            places = torch.randperm(TOP_K, generator=generator)[:new]
-            begin = TOP_K + (step - 1) * new
-            rows[b, places] = order[begin : begin + new]
+            places = torch.randperm(TOP_K, generator=generator)[: case.new]
+            begin = TOP_K + (index - 1) * case.new
+            rows[b, places] = order[begin : begin + case.new]
         lists.append(rows)
-    return torch.stack(lists).int()
+    return torch.stack(lists).view(steps, case.queries, case.batch, TOP_K).transpose(1, 2).flatten(2).int()
 
 
 class Ours:
@@ -129,13 +156,13 @@ class Ours:
             return torch.full(shape, value, dtype=dtype, device=device)
 
         self.offset_of_position = filled((layers, batch, case.positions), -1, torch.int16)
-        self.position_at_offset = filled((layers, batch, WINDOW), -1, torch.int32)
-        self.last_used = filled((layers, batch, WINDOW), 0, torch.int16)
+        self.position_at_offset = filled((layers, batch, case.window), -1, torch.int32)
+        self.last_used = filled((layers, batch, case.window), 0, torch.int16)
         self.counters = filled((layers, 3), 0, torch.int64)
         self.windows = torch.arange(batch, dtype=torch.int32, device=device)
         self.ring_begin = filled((batch,), case.positions, torch.int32)
         self.lengths = [filled((batch,), case.positions + step, torch.int32) for step in range(steps)]
-        self.queue = kernels.MissQueue(batch, TOP_K, pool.host.shape[1], device)
+        self.queue = kernels.MissQueue(batch, case.queries * TOP_K, pool.host.shape[1], device)
 
     def __call__(self, layer: int, step: int, topk: torch.Tensor) -> torch.Tensor:
         page_table = kernels.swap_topk(
@@ -150,9 +177,10 @@ class Ours:
             self.last_used[layer],
             self.counters[layer],
             self.queue,
+            TOP_K,
             RING,
             FIRST_WINDOW_SLOT,
-            WINDOW + RING,
+            self.case.window + RING,
         )
         kernels.gather_misses(self.pool.host[layer], self.pool.device[layer], self.queue)
         return page_table
@@ -287,11 +315,13 @@ def measure(case: Case, memory: torch.Tensor, max_layers: int, device: str, gpu:
     def add(impl: str, times: List[float], misses: int) -> None:
         us = statistics.median(times)
         gb_s = misses * case.row_bytes / us / 1e3 if us else 0.0
-        shown = {**asdict(case), "top_k": TOP_K, "window": WINDOW, "pitch": case.row_bytes, "layers": pool.layers}
+        shown = {**asdict(case), "top_k": TOP_K, "pitch": case.row_bytes, "layers": pool.layers}
         shown["pool_rows"] = pool.host.shape[1]
         rows.append({"impl": impl, "gpu": gpu, **shown, "misses": misses, "us": round(us, 2), "gb_s": round(gb_s, 2)})
 
     for seed, name in enumerate(impls):
+        if name not in case.impls:
+            continue
         lists = fresh_lists(seed)
         if name.startswith("ours") or name == "hisparse":
             threshold = {"ours_listed": NEVER, "ours_ordered": 0}.get(name, kernels.ORDER_MIN_ROWS)
@@ -327,7 +357,7 @@ def run_swaps(case: Case, pool: Pool, lists: torch.Tensor, name: str, clock: Clo
         check_rows(case, pool, layer, lists[-1], table)
     add(name, times, case.misses)
     if name == "ours":
-        assert int(impl.counters[0, 2]) == case.batch * TOP_K + (steps - 1) * case.misses, "misses"
+        assert int(impl.counters[0, 2]) == case.batch * (TOP_K - case.new) + steps * case.misses, "misses"
         hot = [clock(lambda: impl(layer, steps - 1, lists[-1])) for _ in range(TIMED) for layer in range(pool.layers)]
         add("no_io", hot, 0)
 

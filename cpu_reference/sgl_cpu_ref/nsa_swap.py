@@ -51,7 +51,7 @@ class _SwapParams(ctypes.Structure):
             )
         ]
         + [("queue", _MissQueue), ("row_stride", ctypes.c_int64), ("context", ctypes.c_int64)]
-        + [(name, ctypes.c_int) for name in ("k", "lru_slots", "ring_slots", "first_window_slot", "window_slots")]
+        + [(name, ctypes.c_int) for name in ("k", "lasting", "lru_slots", "ring_slots", "first_window_slot", "window_slots")]
     )
 
 
@@ -110,9 +110,11 @@ class _Swap:
         self._library, self._size, self._order, self._seed = library, size, order, seed
 
     def run(self, topk, windows, rows, seq_lens, ring_begin, req_to_token, *rest) -> None:
-        offset_of, position_at, last_used, counters, page_table, *queue = rest[:-3]
-        ring_slots, first_window_slot, window_slots = rest[-3:]
+        offset_of, position_at, last_used, counters, page_table, *queue = rest[:-4]
+        lasting, ring_slots, first_window_slot, window_slots = rest[-4:]
         _check_contiguous(topk, windows, rows, seq_lens, offset_of, position_at, last_used, page_table)
+        _check_dtype(torch.int32, topk, windows, rows, seq_lens, ring_begin, req_to_token, position_at, page_table)
+        _check_dtype(torch.int16, offset_of, last_used)
         tensors = (topk, windows, rows, seq_lens, ring_begin, req_to_token, offset_of, position_at, last_used, counters)
         params = _SwapParams(
             *(tensor.data_ptr() for tensor in (*tensors, page_table)),
@@ -120,13 +122,13 @@ class _Swap:
             req_to_token.stride(0),
             offset_of.shape[1],
             topk.shape[1],
+            lasting,
             last_used.shape[1],
             ring_slots,
             first_window_slot,
             window_slots,
         )
-        wide = int(seq_lens.dtype == torch.int64)
-        _call(self._library.nsa_swap, self._size, params, ctypes.c_void_p(seq_lens.data_ptr()), wide, topk.shape[0], self._order, self._seed)
+        _call(self._library.nsa_swap, self._size, params, topk.shape[0], self._order, self._seed)
 
 
 class _Gather:
@@ -150,6 +152,12 @@ def _check_contiguous(*tensors) -> None:
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise KernelError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous")
+
+
+def _check_dtype(dtype, *tensors) -> None:
+    for tensor in tensors:
+        if tensor.dtype != dtype:
+            raise KernelError(f"a tensor of shape {tuple(tensor.shape)} is {tensor.dtype}, not {dtype}")
 
 
 def _call(function, size: int, params, *args) -> None:

@@ -4,6 +4,8 @@ import json
 import random
 from typing import Any, Dict, List, Sequence
 
+from harness.environment import ON_GPU
+
 WINDOW = 128
 TOP_K = 64
 
@@ -29,6 +31,19 @@ def offload_args(window: int = WINDOW, **config) -> Dict[str, Any]:
     return {
         "enable_decode_nsa_kv_offload": True,
         "decode_nsa_kv_offload_config": json.dumps({"window_size": window, **config}),
+    }
+
+
+def speculation_args(steps: int) -> Dict[str, Any]:
+    """What switches speculation on; 0 steps for none. Its CUDA graphs ask for a GPU."""
+    if not steps:
+        return {}
+    return {
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": steps + 1,
+        "disable_cuda_graph": not ON_GPU,
     }
 
 

@@ -377,6 +377,9 @@ def _drop_tensors(scheduler) -> None:
         coordinator.close()
         owners += [coordinator.host_pool, coordinator.lru, coordinator.controller, coordinator.staging, coordinator]
     owners += [runner.req_to_token_pool, getattr(runner, "hisparse_coordinator", None)]
+    if not scheduler.spec_algorithm.is_none():
+        draft = scheduler.draft_worker.draft_worker.draft_runner
+        owners += [draft.model, draft.token_to_kv_pool, draft.attn_backend]
     for owner in owners:
         if owner is not None:
             owner.__dict__.clear()
@@ -386,7 +389,9 @@ def _forget_globals() -> None:
     """Undo what building a scheduler leaves in SGLang's modules."""
     import sglang.srt.eplb.expert_location as expert_location
     from sglang.srt.distributed import parallel_state
+    from sglang.srt.utils.hf_transformers.config import get_config
 
+    get_config.cache_clear()  # a draft model has renamed the architecture in it
     gc.collect()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()

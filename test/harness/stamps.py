@@ -84,11 +84,15 @@ class Stamps:
 
         def recorded_extend(batch):
             extend(batch)
-            stamps._record(batch, batch.prefix_lens)
+            stamps._record(batch, batch.prefix_lens, batch.seq_lens_cpu.tolist())
 
         def recorded_decode(batch):
             decode_step(batch)
-            stamps._record(batch, [n - 1 for n in batch.seq_lens_cpu.tolist()])
+            ends = batch.seq_lens_cpu.tolist()
+            queries = batch.token_to_kv_pool_allocator.get_kvcache().sizes.queries
+            if not batch.spec_algorithm.is_none():  # these lengths are without the step's tokens
+                ends = [end + queries for end in ends]
+            stamps._record(batch, [end - queries for end in ends], ends)
 
         self._patches = [
             mock.patch.object(Pool, "set_mla_kv_buffer", stamped_write),
@@ -110,15 +114,17 @@ class Stamps:
             }
         return self._stamp_of_slot[id(pool)]
 
-    def _record(self, batch, first_positions) -> None:
+    def _record(self, batch, begins, ends) -> None:
         pool = batch.token_to_kv_pool_allocator.get_kvcache()
         stamps: List[int] = []
-        for req, first, end in zip(batch.reqs, first_positions, batch.seq_lens_cpu.tolist()):
+        slots: List[torch.Tensor] = []
+        for req, begin, end in zip(batch.reqs, begins, ends):
             number = self._number_of_rid.setdefault(req.rid, len(self._number_of_rid) + 1)
             self._request_of_row[req.req_pool_idx] = number
             self._length_of_row[req.req_pool_idx] = end
-            stamps += [(number << POSITION_BITS) | p for p in range(first, end)]
-        self._slots_of(pool)[batch.out_cache_loc] = torch.tensor(stamps, dtype=torch.int64).to(pool.device)
+            stamps += [(number << POSITION_BITS) | p for p in range(begin, end)]
+            slots.append(batch.req_to_token_pool.req_to_token[req.req_pool_idx, begin:end])
+        self._slots_of(pool)[torch.cat(slots).long()] = torch.tensor(stamps, dtype=torch.int64).to(pool.device)
 
     def check(self, engine, host: bool = True, max_host_rows: int = 1 << 62) -> Checked:
         """Compare every resident row, ring row and (where ``host``) written-back host row of the running requests.
@@ -135,7 +141,7 @@ class Stamps:
         coordinator = engine.scheduler.req_to_token_pool.sparse_coordinator
         torch.get_device_module(pool.device).synchronize()
         # The last decode step of the overlapped loop has not been processed, so not written back.
-        lag = 1 if engine.scheduler.enable_overlap else 0
+        lag = coordinator.sizes.queries if engine.scheduler.enable_overlap else 0
         counts = [0, 0, 0]
         for row, lease in dict(coordinator._leases).items():
             request, length = self._request_of_row[row], self._length_of_row[row]

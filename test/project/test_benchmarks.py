@@ -1,5 +1,6 @@
 """The benchmarks' own logic, in a size for the CPU: what they time is right, and is what they say."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from unittest import mock
@@ -45,6 +46,18 @@ def test_swap_layer_moves_what_it_says(swap_layer):
         assert int((before != after).sum()) == case.misses
     seen = [set(lists[: step + 1, 0].flatten().tolist()) for step in range(4)]
     assert [len(positions) for positions in seen] == [64, 80, 96, 112]  # what misses was never resident
+
+
+def test_swap_of_several_lists_misses_as_often_as_its_reference(swap_layer):
+    several, one = (dataclasses.replace(case, positions=896) for case in swap_layer.several_lists(2, 3))
+    assert (several.misses, one.misses) == (2 * 3 * 6, 2 * 19)  # 6.4 and 19.2 of 64, rounded
+    lists = swap_layer.topk_lists(several, 4).view(4, 2, 3, 64).transpose(1, 2).flatten(0, 1)
+    for before, after in zip(lists, lists[1:]):
+        assert [len(set(new) - set(old)) for old, new in zip(before.tolist(), after.tolist())] == [6, 6]
+    for case in (several, one):
+        rows = swap_layer.measure(case, memory(2, case), 9, "cpu", "none", swap_layer.IMPLS)
+        assert [row["impl"] for row in rows if row["impl"] != "no_io"] == list(case.impls)
+        assert (rows[0]["misses"], rows[0]["window"], rows[0]["queries"]) == (case.misses, 192, case.queries)
 
 
 def test_swap_layer_notices_a_wrong_row(swap_layer):

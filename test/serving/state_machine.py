@@ -50,6 +50,7 @@ class Lab:
         fault: plants a fault until the stack it is given closes.
         offloading: False runs the same lives without the feature, to tell its faults from the base's.
         rules: names of the rules that act; None for all.
+        drafts: draft tokens a step; the model must have a layer that makes them.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class Lab:
         fault: Optional[Callable[[ExitStack], None]] = None,
         offloading: bool = True,
         rules: Optional[Sequence[str]] = None,
+        drafts: int = 0,
     ) -> None:
-        self.rules = rules
+        self.rules, self.drafts = rules, drafts
         self.expected, self.budget, self.offloading = expected, budget, offloading
         self.counts: Counter = Counter()
         self.first_error: Optional[BaseException] = None
@@ -99,7 +101,9 @@ class Lab:
         self._count_calls()
         if self._fault:
             self._fault(self._stack)
-        more = offload.offload_args() if self.offloading else {}
+        more = offload.speculation_args(self.drafts)
+        if self.offloading:
+            more.update(offload.offload_args(max(offload.WINDOW, offload.TOP_K * (self.drafts + 1))))
         engine = InprocScheduler(
             self._model, overlap=self._overlap, **offload.server_args(self._dtype), **more, **ENGINE
         )
@@ -127,13 +131,20 @@ class Lab:
 
     def _count_calls(self) -> None:
         from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
 
         release, prepare, counts = ScheduleBatch.release_req, LRUCacheState.prepare_layer_swap, self.counts
+        note_drafts = Scheduler.update_spec_metrics
 
         def release_req(batch, *args, **kwargs):
             counts["retractions"] += 1
             return release(batch, *args, **kwargs)
+
+        def update_spec_metrics(scheduler, batch_size, accepted):
+            counts["verified by requests"] += batch_size
+            counts["drafts accepted"] += accepted
+            note_drafts(scheduler, batch_size, accepted)
 
         def prepare_layer_swap(lru, layer, *args):
             before = lru.position_at_offset[layer].clone()
@@ -143,6 +154,7 @@ class Lab:
 
         self._stack.enter_context(mock.patch.object(ScheduleBatch, "release_req", release_req))
         self._stack.enter_context(mock.patch.object(LRUCacheState, "prepare_layer_swap", prepare_layer_swap))
+        self._stack.enter_context(mock.patch.object(Scheduler, "update_spec_metrics", update_spec_metrics))
 
 
 def watched(method, kind="rule"):

@@ -84,7 +84,7 @@ def misses_are_not_loaded(stack):
 
     def faulty(self, *args):
         page_table = prepare(self, *args)
-        queue = args[-1]
+        queue = args[-2]
         queue.state.zero_()
         queue.wanted.zero_()
         return page_table
@@ -207,7 +207,7 @@ KERNEL_FAULTS = {
     "a row entered as its neighbour": ("swap.cuh", "static_cast<int16_t>(offsets[e]);", "static_cast<int16_t>(offsets[e] ^ 1);"),
     "hits are evicted first": (
         "swap.cuh",
-        "marks[offsets[e]] = kTouched;\n      last_used[offsets[e]] = now;",
+        "marks[offsets[e]] = kTouched;\n      if (first_entry + e < params.lasting) last_used[offsets[e]] = now;",
         "last_used[offsets[e]] = now + 1;",
     ),
     "bits left behind": ("gather.cuh", "if (word != 0) queue.wanted[first_slot / 32] = 0;", ""),

@@ -4,6 +4,7 @@
         python -m pytest test/serving/test_state_machine.py -k lives
 """
 
+import functools
 import json
 import os
 import re
@@ -22,18 +23,25 @@ SEED = int(os.environ.get("STATE_MACHINE_SEED", "1"))
 OUT = os.environ.get("STATE_MACHINE_OUT")
 FAULT_STEPS, FAULT_SEED = 800, 1
 
-# Loop, what is compared, KV dtype.
+# Loop, what is compared, KV dtype, draft tokens a step.
 VARIANTS = [
-    ("normal", "tokens", "bfloat16"),
-    ("overlap", "tokens", "bfloat16"),
-    ("normal", "bytes", "bfloat16"),
-    ("overlap", "bytes", "fp8_e4m3"),
+    ("normal", "tokens", "bfloat16", 0),
+    ("overlap", "tokens", "bfloat16", 0),
+    ("normal", "bytes", "bfloat16", 0),
+    ("overlap", "bytes", "fp8_e4m3", 0),
+    ("overlap", "tokens", "bfloat16", 2),
+    ("overlap", "bytes", "fp8_e4m3", 3),
 ]
 
 
-@pytest.fixture(scope="module")
+@functools.lru_cache(maxsize=None)
+def reference_tokens(model):
+    return state_machine.reference_tokens(model)
+
+
+@pytest.fixture
 def expected(tiny_model):
-    return state_machine.reference_tokens(tiny_model)
+    return reference_tokens(tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +56,21 @@ def figures():
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("variant", VARIANTS, ids="-".join)
-def test_lives(tiny_model, expected, figures, variant):
-    loop, compared, dtype = variant
-    lab = Lab(tiny_model, loop == "overlap", expected if compared == "tokens" else None, STEPS // len(VARIANTS), dtype)
-    with lab:
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
+def test_lives(tiny_model, draft_model, figures, variant):
+    loop, compared, dtype, drafts = variant
+    model = draft_model if drafts else tiny_model
+    expected = reference_tokens(model) if compared == "tokens" else None
+    with Lab(model, loop == "overlap", expected, STEPS // len(VARIANTS), dtype, drafts=drafts) as lab:
         live(lab, SEED)
     counts = dict(sorted(lab.counts.items()))
-    figures["-".join(variant)] = {"steps": lab.steps, "seconds": lab.seconds, **counts}
+    figures["-".join(map(str, variant))] = {"steps": lab.steps, "seconds": lab.seconds, **counts}
     assert counts["requests"] and counts["evictions"]
     aborted = {state: counts.get(f"aborted: {state}", 0) for state in state_machine.STATES}
     assert all(aborted.values()) or lab.steps < 2000, aborted
     assert compared == "tokens" or counts["rows_checked"]
+    if drafts:
+        assert 0 < counts["drafts accepted"] < drafts * counts["verified by requests"]
 
 
 def on_request_end_is_skipped(stack):
@@ -91,7 +102,7 @@ def rows_of_ended_requests_are_written_back(stack):
         begin(self, req, first_position)
         req.last_lease = self._leases[req.req_pool_idx]
 
-    def faulty(self, batch):
+    def faulty(self, batch, result):
         seq_lens = batch.seq_lens_cpu.tolist()
         slots = [self._ring_slot(req.last_lease, n - 1) for req, n in zip(batch.reqs, seq_lens)]
         self.controller.write_back(batch.out_cache_loc.new_tensor(slots), batch.out_cache_loc)

@@ -53,9 +53,11 @@ def swap(case: SimpleNamespace) -> SimpleNamespace:
             out.position_at_offset[window, victim] = position
             host_slot = int(case.req_to_token[case.batch_rows[b], position])
             out.loads.append((host_slot, base + victim))
-        now = (seq_len + 32768) % 65536 - 32768
-        for offset in touched | set(victims):
-            out.last_used[window, offset] = now
+        # What only drafts select is no younger than before, and enters as old as an empty slot.
+        lasting = {int(out.offset_of_position[window, p]) for p in topk[: case.lasting] if p in in_lru}
+        for offset in lasting | set(victims):
+            age = 0 if offset in lasting else 32768
+            out.last_used[window, offset] = (seq_len - age + 32768) % 65536 - 32768
         for i, p in enumerate(topk):
             if p >= first_in_ring:
                 out.page_table[b, i] = base + case.lru_slots + p % case.ring_slots
@@ -96,7 +98,7 @@ def random_case(seed: int, batch: int = 4, shape=None, stale: bool = False, dupl
     case.counters = torch.tensor([5, 6, 7])
     case.ring_begin = torch.tensor([rng.randrange(context) for _ in range(windows)], dtype=torch.int32)
     case.batch_windows = torch.tensor(rng.sample(range(windows), batch), dtype=torch.int32)
-    case.seq_lens = torch.tensor([rng.randint(1, context) for _ in range(batch)])
+    case.seq_lens = torch.tensor([rng.randint(1, context) for _ in range(batch)], dtype=torch.int32)
     case.topk = torch.full((batch, k), -1, dtype=torch.int32)
     for b, (window, seq_len) in enumerate(zip(case.batch_windows.tolist(), case.seq_lens.tolist())):
         chosen = rng.sample(range(seq_len), min(rng.choice((k, k, k // 2)), seq_len))
@@ -123,4 +125,5 @@ def random_case(seed: int, batch: int = 4, shape=None, stale: bool = False, dupl
     case.req_to_token = torch.stack(
         [torch.tensor(rng.sample(range(case.num_host_rows), context + 5)) for _ in range(batch + 3)]
     ).int()
+    case.lasting = rng.choice((k, k // 3))
     return case

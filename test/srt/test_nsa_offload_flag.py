@@ -52,6 +52,12 @@ MODEL = {
     "max_position_embeddings": 8192,
     "rope_theta": 10000.0,
 }
+SPECULATION = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
 # Arguments of each conflict, by the setting its message names.
 CONFLICTING = {
     "--enable-hisparse": {"enable_hisparse": True},
@@ -66,7 +72,23 @@ CONFLICTING = {
         "disaggregation_decode_enable_offload_kvcache": True
     },
     "the radix cache (on by default)": {"disable_radix_cache": False},
-    "--speculative-algorithm": {"speculative_algorithm": "EAGLE"},
+    "--speculative-algorithm other than EAGLE or NEXTN": {"speculative_algorithm": "NGRAM"},
+    "--speculative-eagle-topk above 1": {**SPECULATION, "speculative_eagle_topk": 2},
+    "--speculative-num-steps above 4": {**SPECULATION, "speculative_num_steps": 5},
+    "--speculative-adaptive": {**SPECULATION, "speculative_adaptive": True},
+    "--speculative-algorithm without the overlap scheduler (spec v1)": {
+        **SPECULATION,
+        "disable_overlap_schedule": True,
+    },
+    "--disaggregation-transfer-backend nixl with --speculative-algorithm": {
+        **SPECULATION,
+        "disaggregation_mode": "decode",
+        "disaggregation_transfer_backend": "nixl",
+    },
+    "--speculative-draft-model-path": {
+        **SPECULATION,
+        "speculative_draft_model_path": "/models/another",
+    },
     "--enable-mixed-chunk": {"enable_mixed_chunk": True},
     "--enable-two-batch-overlap": {"enable_two_batch_overlap": True},
     "--enable-pdmux": {"enable_pdmux": True},
@@ -137,6 +159,18 @@ class TestAccepted(FlagTestCase):
     def test_decode_node_keeps_its_own_cache_setting(self):
         args = self.server_args(disaggregation_mode="decode", disable_radix_cache=False)
         hook.validate_nsa_kv_offload(args)
+
+    def test_speculation_by_the_checkpoint_s_own_layer(self):
+        model = self.write_model("nextn", {**MODEL, "num_nextn_predict_layers": 1})
+        for algorithm in ("EAGLE", "NEXTN"):
+            fields = {**SPECULATION, "speculative_algorithm": algorithm, "model_path": model}
+            args = self.server_args(**fields, kv_cache_dtype="fp8_e4m3")
+            args.check_server_args()
+            self.assertEqual(NSAKVOffloadConfig.from_server_args(args).window_size, 4 * TOP_K)
+            args.decode_nsa_kv_offload_config = json.dumps({"window_size": 3 * TOP_K})
+            self.refused(args, CONFIG, "window_size=192", "at least 256", "each of the 4 tokens")
+            with envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.override(True):
+                self.refused(args, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM=0")
 
     def test_command_line(self):
         argv = ["--model-path", self.model, "--attention-backend", "nsa", "--skip-tokenizer-init"]
@@ -277,7 +311,7 @@ class TestConfig(FlagTestCase):
         '{"window_size": true}': ("window_size=True", "integer"),
         '{"window_size": "64"}': ("window_size='64'", "integer"),
         '{"window_size": null}': ("window_size=None", "integer"),
-        '{"window_size": 32}': ("window_size=32", "under 64", "top-k"),
+        '{"window_size": 32}': ("window_size=32", "under 64", "the model's top-k;"),
         '{"window_size": 100}': ("window_size=100", "multiple of 64", "128"),
         '{"window_size": 32768}': ("32832", "32768", "16-bit"),
         '{"write_back_ring": 32}': ("write_back_ring=32", "under 64"),

@@ -52,7 +52,9 @@ class Simulation:
             self.seq_len[window] += 1
         windows = torch.tensor([*batch, -1], dtype=torch.int32, device=DEVICE)
         rows = torch.tensor([*(self.row[w] for w in batch), 0], dtype=torch.int32, device=DEVICE)
-        lens = torch.tensor([*(self.seq_len[w] for w in batch), 9], device=DEVICE)
+        lens = torch.tensor(
+            [*(self.seq_len[w] for w in batch), 9], dtype=torch.int32, device=DEVICE
+        )
         for layer in range(LAYERS):
             topk = []
             for window in batch:

@@ -91,6 +91,19 @@ class TestAnswer(CustomTestCase):
         half = ask(config='{"host_ratio": 0.5}')
         self.assertAlmostEqual(half.on.requests, ask().on.requests / 2, delta=1)
 
+    def test_speculation(self):
+        """Larger windows, and a layer more of resident rows on both sides."""
+        fit, plain = ask(speculative_steps=4), ask()
+        self.assertEqual((fit.sizes.lru_slots, fit.sizes.queries), (5 * 2048, 5))
+        self.assertEqual(fit.off.request_bytes, 62 * 788 * 32768)
+        for answer in (fit, plain):
+            resident = answer.on.request_bytes - answer.sizes.window_bytes
+            self.assertAlmostEqual(
+                resident / 32768, 61 * 132 + 788 * answer.sizes.draft_layers, delta=5
+            )
+        self.assertLess(fit.on.requests, plain.on.requests)
+        self.assertEqual(fit.on.host_bytes, 61 * 656 * (fit.on.requests * 32768 + 64))
+
     def test_a_colocated_server_stages_a_prompt(self):
         fit = ask(decode_node=False)
         self.assertGreaterEqual(fit.sizes.staging_slots, 32768 + 8192)
@@ -112,6 +125,11 @@ class TestCommand(CustomTestCase):
             for name in ("host bytes a rank", "host bytes, 4 ranks")
         )
         self.assertAlmostEqual(ranks, 4 * rank, delta=0.05)
+
+    def test_speculation_is_named(self):
+        _, text = run("--kv-memory-gib", "38", "--speculative-num-steps", "2")
+        self.assertIn("TP 8, --speculative-num-steps 2;", text)
+        self.assertIn("windows of 6,144 + 64 rows for 3 tokens a step, ", text)
 
     def test_memory_for_kv(self):
         _, text = run("--gpu-memory-gib", "139", "--mem-fraction-static", "0.85", "--weights-gib", "81")

@@ -59,6 +59,23 @@ class TestServing(CustomTestCase):
     def test_fp8_overlap_loop(self):
         self.compare("fp8_e4m3", overlap=True)
 
+    def test_multi_token_prediction(self):
+        """As many tokens accepted a step as without offloading, and the tokens of no speculation."""
+        model, steps = environment.MODELS / "tiny_draft", 2
+        write_checkpoint(model, TinySpec(drafts=0.5))
+        window = (steps + 1) * offload.TOP_K
+        with InprocScheduler(model, overlap=True, **offload.server_args("fp8_e4m3")) as engine:
+            wanted = engine.run(self.prompts[4:], NEW_TOKENS)
+        accepted = []
+        for more in ({}, offload.offload_args(window)):
+            settings = {**offload.server_args("fp8_e4m3"), **offload.speculation_args(steps), **more}
+            with InprocScheduler(model, overlap=True, **settings) as engine:
+                self.assertEqual(engine.run(self.prompts[4:], NEW_TOKENS), wanted)
+                accepted.append(engine.scheduler.spec_total_num_accept_tokens)
+                if more:
+                    offload.check_idle(engine)
+        self.assertEqual(*accepted)
+
     def test_every_row_is_where_it_belongs(self):
         for dtype, overlap in (("bfloat16", True), ("fp8_e4m3", False)):
             with self.subTest(dtype=dtype), Stamps() as stamps, InprocScheduler(

@@ -10,6 +10,7 @@ import torch
 from test_nsa_offload_pools import DTYPES, LAYERS, PAGE, SIZES, TOKENS, make_pool
 
 from sglang.jit_kernel.nsa_kv_offload import MissQueue
+from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.sparsity.nsa_offload import host_pool, sizing, staging
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
 from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
@@ -44,6 +45,30 @@ class TestSizes(CustomTestCase):
                     self.assertGreaterEqual(missing, 0)
                     self.assertLess(missing, 1024 + 16 * sizes.device_slots // PAGE)
 
+    def test_a_draft_layer_and_several_queries_are_counted(self):
+        spec = DTYPES[0]
+        plain = dataclasses.replace(SIZES, row_bytes=spec[2])
+        sizes = dataclasses.replace(plain, queries=3, draft_layers=1)
+        queues = [MissQueue(SIZES.num_windows, s.swap_entries, TOKENS, DEVICE) for s in (plain, sizes)]
+        more = [sum(tensor.nbytes for tensor in queue.tensors()) for queue in queues]
+        # The draft model's pool is SGLang's own, of one layer and as many slots.
+        pool = NSATokenToKVPool(
+            TOKENS,
+            page_size=PAGE,
+            dtype=spec[0],
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            layer_num=1,
+            device=DEVICE,
+            index_head_dim=128,
+            enable_memory_saver=False,
+            kv_cache_dim=spec[1],
+        )
+        draft = sum(t.nbytes for t in pool.kv_buffer + pool.index_k_with_scale_buffer)
+        self.assertEqual(
+            sizes.device_bytes(TOKENS) - plain.device_bytes(TOKENS), more[1] - more[0] + draft
+        )
+
     def test_one_more_window_and_token(self):
         more = dataclasses.replace(SIZES, num_windows=4)
         self.assertEqual(more.device_bytes(0) - SIZES.device_bytes(0), SIZES.window_bytes)
@@ -73,6 +98,8 @@ class TestConfigurator(CustomTestCase):
             chunked_prefill_size=256,
             max_total_tokens=None,
             max_running_requests=8,
+            speculative_algorithm=None,
+            speculative_num_draft_tokens=None,
         )
         vars(self.args).update(args)
         runner = SimpleNamespace(
@@ -100,6 +127,15 @@ class TestConfigurator(CustomTestCase):
         self.assertEqual(sizes.num_windows, 9)
         self.assertEqual((sizes.lru_slots, sizes.ring_slots), (128, 64))
         self.assertEqual(sizes.max_context, 1004)
+
+    def test_speculation(self):
+        """Windows hold the top-k of every query, rows of the draft layer stay on the device."""
+        tokens, sizes = self.sized(
+            speculative_algorithm="EAGLE", speculative_num_draft_tokens=4, max_running_requests=2
+        )
+        self.assertEqual((sizes.lru_slots, sizes.queries, sizes.swap_entries), (256, 4, 256))
+        self.assertEqual((sizes.max_context, sizes.draft_layers), (1008, 1))
+        self.assertGreater(sizes.device_bytes(tokens + 2 * PAGE), 0.1e9)
 
     def test_more_tokens_than_dense_at_equal_bytes(self):
         tokens, _ = self.sized(0.5)

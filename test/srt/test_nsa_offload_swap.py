@@ -27,6 +27,7 @@ SIZES = OffloadSizes(
     max_context=CONTEXT,
     page_size=PAGE,
     top_k=K,
+    queries=2,
 )
 DTYPES = ((torch.float8_e4m3fn, 656, 656), (torch.bfloat16, 576, 1152))  # dtype, dim, row bytes
 
@@ -73,7 +74,8 @@ class Pools:
 
     def queue(self, host_slots=(), device_slots=()):
         """A queue of misses that asks for these rows."""
-        queue, count = MissQueue(SIZES.num_windows, K, self.host_pool.size, DEVICE), len(host_slots)
+        queue = MissQueue(SIZES.num_windows, SIZES.swap_entries, self.host_pool.size, DEVICE)
+        count = len(host_slots)
         queue.host_slots[:count] = slots(*host_slots).int()
         queue.device_slots[:count] = slots(*device_slots).int()
         queue.state[0] = count
@@ -221,11 +223,14 @@ class Decode:
     """Requests that decode through the adaptor; attention reads only rows it was given.
 
     Rows carry the stamp of their request, layer and position; each step reads the page table's
-    rows and compares them with the stamps of the top-k.
+    rows and compares them with the stamps of the top-k. With several queries a request, all but
+    the first are of drafts: some are refused, and their rows written again with other bytes.
     """
 
-    def __init__(self, spec, modules=(adaptor, controller, lru_cache), seed=0):
+    def __init__(self, spec, modules=(adaptor, controller, lru_cache), seed=0, queries=1):
         self.rng = random.Random(seed)
+        self.queries = queries
+        self.written = {}  # (request, position): how often, where more than once
         adaptor_module, controller_module, lru_module = modules
         self.pools = Pools(*spec, controller_module)
         self.lru = lru_module.LRUCacheState(
@@ -254,8 +259,10 @@ class Decode:
                 self.pools.host[layer, slot] = self.stamp(window, layer, position)
 
     def release(self, window):
-        _, row, length = self.owner.pop(window)
-        self.free += self.req_to_token[row, :length].tolist()
+        row = self.owner.pop(window)[1]
+        taken = self.req_to_token[row]
+        self.free += taken[taken > 0].tolist()
+        taken.zero_()
         self.lru.reset_windows(slots(window))
 
     def new_slot(self, row, position):
@@ -264,47 +271,61 @@ class Decode:
         return slot
 
     def stamp(self, window, layer, position):
-        return stamp(self.owner[window][0], layer, position, self.pools.row_bytes)
+        request = self.owner[window][0]
+        version = self.written.get((request, position), 0)
+        return stamp(request + 1000 * version, layer, position, self.pools.row_bytes)
 
     def ring_slot(self, window, position):
         base = SIZES.first_window_slot + window * SIZES.window_slots
         return base + SIZES.lru_slots + position % SIZES.ring_slots
 
     def step(self):
-        batch = sorted(self.owner)
+        batch, queries = sorted(self.owner), self.queries
         for window in batch:
-            _, row, length = self.owner[window]
-            self.new_slot(row, length)
-            self.owner[window][2] += 1
+            request, row, length = self.owner[window]
+            for position in range(length, length + queries):
+                if int(self.req_to_token[row, position]) == 0:
+                    self.new_slot(row, position)
+                else:  # the draft written here before was refused
+                    again = self.written.get((request, position), 0) + 1
+                    self.written[request, position] = again
         windows = torch.tensor([*batch, -1], dtype=torch.int32, device=DEVICE)
         rows = torch.tensor([self.owner[w][1] for w in batch] + [0], dtype=torch.int32, device=DEVICE)
-        lengths = [self.owner[w][2] for w in batch]
-        forward = SimpleNamespace(seq_lens=torch.tensor([*lengths, 1], device=DEVICE))
+        lengths = [self.owner[w][2] + queries for w in batch]
         for layer in range(LAYERS):
             topk = []
             for window, length in zip(batch, lengths):
-                written = self.ring_slot(window, length - 1)
-                self.pools.device[layer][written] = self.stamp(window, layer, length - 1).to(DEVICE)
-                chosen = self.rng.sample(range(length), min(length, K - 2))
-                topk.append(chosen + [-1] * (K - len(chosen)))
-                self.rng.shuffle(topk[-1])
+                for position in range(length - queries, length):
+                    written = self.ring_slot(window, position)
+                    self.pools.device[layer][written] = self.stamp(window, layer, position).to(DEVICE)
+                for end in range(length - queries + 1, length + 1):
+                    chosen = self.rng.sample(range(end), min(end, K - 2))
+                    topk.append(chosen + [-1] * (K - len(chosen)))
+                    self.rng.shuffle(topk[-1])
             table = self.adaptor.adapt_for_attn_metadata(
-                torch.tensor([*topk, [-1] * K], dtype=torch.int32, device=DEVICE),
+                torch.tensor([*topk, *[[-1] * K] * queries], dtype=torch.int32, device=DEVICE),
                 None,
                 None,
                 None,
-                forward,
+                None,
                 self.req_to_token,
                 1,
                 layer,
                 batch_windows=windows,
                 batch_rows=rows,
+                batch_lens=torch.tensor([*lengths, 0], dtype=torch.int32, device=DEVICE),
+                queries=queries,
             )
-            self.check_rows(layer, batch, topk, table)
-        # The step's result is processed: its rows go to the host.
+            self.check_rows(layer, [w for w in batch for _ in range(queries)], topk, table)
+        # The step's result is processed: its rows go to the host, without those of refused drafts.
+        new = []
+        for window in batch:
+            accepted, begin = self.rng.randint(1, queries), self.owner[window][2]
+            new += [(window, begin + i) for i in range(accepted)]
+            self.owner[window][2] += accepted
         self.pools.controller.write_back(
-            slots(*[self.ring_slot(w, n - 1) for w, n in zip(batch, lengths)]),
-            slots(*[int(self.req_to_token[self.owner[w][1], n - 1]) for w, n in zip(batch, lengths)]),
+            slots(*[self.ring_slot(*place) for place in new]),
+            slots(*[int(self.req_to_token[self.owner[w][1], n]) for w, n in new]),
         )
         self.pools.controller.forward_begin()
         self.lru.check_integrity()
@@ -320,7 +341,7 @@ class Decode:
                 assert torch.equal(row, self.stamp(window, layer, position)), (
                     f"layer {layer}, window {window}, position {position}"
                 )
-        assert all(slot == -1 for slot in table[len(batch)].tolist())
+        assert (table[len(batch) :] == -1).all()
 
     def run(self):
         """Contexts of several windows, a ring that wraps, and a window with a new owner."""
@@ -342,17 +363,19 @@ class TestDecode(CustomTestCase):
     def test_every_row_read_is_the_right_one(self):
         for seed, spec in enumerate(DTYPES):
             with self.subTest(spec=spec):
-                decode = Decode(spec, seed=seed)
-                self.addCleanup(decode.close)
-                decode.run()
+                for queries in (1, 2):
+                    decode = Decode(spec, seed=seed, queries=queries)
+                    self.addCleanup(decode.close)
+                    decode.run()
 
     def test_ring_wraps(self):
         """Positions that have left the ring are read back from the host."""
-        decode = Decode(DTYPES[0], seed=7)
-        self.addCleanup(decode.close)
-        decode.admit(1, 4, 2)
-        for _ in range(SIZES.ring_slots + 4):
-            decode.step()
+        for queries in (1, 2):
+            decode = Decode(DTYPES[0], seed=7, queries=queries)
+            self.addCleanup(decode.close)
+            decode.admit(1, 4, 2)
+            for _ in range(SIZES.ring_slots + 4):
+                decode.step()
 
 
 class TestFaultsAreSeen(CustomTestCase):
@@ -371,6 +394,7 @@ class TestFaultsAreSeen(CustomTestCase):
         "windows one apart": (lru_cache, "self.lru_slots + self.ring_slots,", "1,"),
         "window area begins at the padding": (adaptor, "            self._first_window_slot,\n", "            0,\n"),
         "one layer loaded": (controller, "self._rows(self._device_kv[layer])", "self._rows(self._device_kv[0])"),
+        "one query's top-k made resident": (adaptor, "selected_indices.reshape(-1, queries * selected_indices.shape[1]),", "selected_indices.view(-1, queries, selected_indices.shape[1])[:, :1].expand(-1, queries, -1).flatten(1).contiguous(),"),
         "rows not written back": (controller, "self._forward_stream.wait_event(self._stored)", "self._host_kv.view(torch.uint8).fill_(0)"),
     }  # fmt: skip
 
@@ -386,7 +410,7 @@ class TestFaultsAreSeen(CustomTestCase):
             with self.subTest(name):
                 faulty = tools.mutated(module, old, new)
                 modules = [faulty if m is module else m for m in (adaptor, controller, lru_cache)]
-                decode = Decode(DTYPES[0], modules)
+                decode = Decode(DTYPES[0], modules, queries=2)
                 self.addCleanup(decode.close)
                 with self.assertRaises((AssertionError, RuntimeError)):
                     decode.run()

@@ -12,24 +12,13 @@ uint32_t shared_memory[(64 << 10) / 4];
 
 namespace {
 
-template <int kEntries, typename SeqLen>
-const char* run_swap(const SwapParams<int32_t>& same, const void* seq_lens, int batch, int order, unsigned seed) {
-  SwapParams<SeqLen> params{
-      same.topk, same.batch_windows, same.batch_rows, static_cast<const SeqLen*>(seq_lens), same.ring_begin,
-      same.req_to_token, same.offset_of_position, same.position_at_offset, same.last_used, same.counters,
-      same.page_table, same.queue, same.row_stride, same.context, same.k, same.lru_slots, same.ring_slots,
-      same.first_window_slot, same.window_slots};
-  return cuda_on_cpu::launch(
-      batch, kThreads, static_cast<cuda_on_cpu::Order>(order), seed, shared_memory,
-      swap_shared_bytes(same.k, same.lru_slots), [&] { swap_kernel<kThreads, kEntries, SeqLen>(params); });
-}
-
 template <int... kEntries>
-const char* run_swap(int entries, bool wide, const SwapParams<int32_t>& params, const void* lengths, int batch, int order, unsigned seed) {
+const char* run_swap(int entries, const SwapParams& params, int batch, int order, unsigned seed) {
   const char* error = "no swap kernel of this size was built";
   ((entries == kEntries
-        ? void(error = wide ? run_swap<kEntries, int64_t>(params, lengths, batch, order, seed)
-                            : run_swap<kEntries, int32_t>(params, lengths, batch, order, seed))
+        ? void(error = cuda_on_cpu::launch(
+                   batch, kThreads, static_cast<cuda_on_cpu::Order>(order), seed, shared_memory,
+                   swap_shared_bytes(params.k, params.lru_slots), [&] { swap_kernel<kThreads, kEntries>(params); }))
         : void()),
    ...);
   return error;
@@ -52,9 +41,8 @@ const char* run_gather(int row_bytes, const GatherParams& params, int blocks, in
 
 using namespace nsa_kv_offload;
 
-extern "C" const char* nsa_swap(
-    int entries, const SwapParams<int32_t>* params, const void* seq_lens, int wide_lengths, int batch, int order, unsigned seed) {
-  return run_swap<ENTRIES>(entries, wide_lengths != 0, *params, seq_lens, batch, order, seed);
+extern "C" const char* nsa_swap(int entries, const SwapParams* params, int batch, int order, unsigned seed) {
+  return run_swap<ENTRIES>(entries, *params, batch, order, seed);
 }
 
 extern "C" const char* nsa_gather(int row_bytes, const GatherParams* params, int blocks, int order, unsigned seed) {

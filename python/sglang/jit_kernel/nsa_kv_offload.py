@@ -88,11 +88,17 @@ def swap_topk(
     last_used: torch.Tensor,
     counters: torch.Tensor,
     queue: MissQueue,
+    lasting: int,
     ring_slots: int,
     first_window_slot: int,
     window_slots: int,
 ) -> torch.Tensor:
     """Make one layer's top-k resident: tables, page table, and the queue of rows to load.
+
+    A verify step of speculative decoding has Q queries a request: their top-k lists stand one after the
+    other, K entries in all, and all become resident together. Only the first query's token is sure to stay,
+    so only its entries (``lasting``) count as uses: what the drafts alone select is there for this step, and
+    no younger after it.
 
     ``gather_misses`` must follow on the same stream before anything reads the device slots. Entries
     with the same position get the same slot and one load. Victims are the least recently used slots that
@@ -100,10 +106,10 @@ def swap_topk(
     power of two.
 
     Args:
-        topk: ``[B, K]`` int32 positions, -1 for none, contiguous.
+        topk: ``[B, K]`` int32 positions, -1 for none, contiguous; at most ``lru_slots`` entries a row.
         batch_windows: ``[B]`` int32 window of each batch row, -1 for padding; no window twice.
         batch_rows: ``[B]`` int32 request rows.
-        seq_lens: ``[B]`` int32 or int64 length with this step's token; grows by a step's tokens.
+        seq_lens: ``[B]`` int32 length with this step's tokens; grows from step to step.
         ring_begin: ``[num_windows]`` int32 first position that decoding wrote to the ring.
         req_to_token: ``[rows, >= context]`` int32 host slots.
         offset_of_position: ``[num_windows, context]`` int16, -1 where not resident; changed.
@@ -111,6 +117,7 @@ def swap_topk(
         last_used: ``[num_windows, lru_slots]`` int16, low bits of the length at the last use; changed.
         counters: ``[3]`` int64; hits, ring hits and misses (each load once) are added.
         queue: empty on entry.
+        lasting: leading entries of a row that count as uses; K without speculation.
         ring_slots: slots of the ring, at offsets ``lru_slots + position % ring_slots``.
         first_window_slot: device slot of window 0.
         window_slots: device slots from one window to the next.
@@ -132,6 +139,7 @@ def swap_topk(
         counters,
         page_table,
         *queue.tensors(),
+        lasting,
         ring_slots,
         first_window_slot,
         window_slots,

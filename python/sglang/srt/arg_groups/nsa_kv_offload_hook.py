@@ -6,6 +6,8 @@ import argparse
 import logging
 from typing import TYPE_CHECKING, Callable, NamedTuple
 
+from sglang.srt.environ import envs
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
@@ -17,6 +19,7 @@ FLAG = "--enable-decode-nsa-kv-offload"
 _BACKEND_OF_DTYPE = {"bfloat16": "flashmla_sparse", "fp8_e4m3": "flashmla_kv"}
 # A prefill node writes latent rows straight into the decode node's host pool.
 _TRANSFERS_TO_HOST_MEMORY = ("mooncake", "nixl", "fake")
+MAX_SPECULATIVE_STEPS = 4
 
 
 class Conflict(NamedTuple):
@@ -37,6 +40,10 @@ class Conflict(NamedTuple):
 
 def _is_decode_node(args: "ServerArgs") -> bool:
     return args.disaggregation_mode == "decode"
+
+
+def _speculates(args: "ServerArgs") -> bool:
+    return args.speculative_algorithm is not None
 
 
 CONFLICTS = (
@@ -84,10 +91,49 @@ CONFLICTS = (
         "pass --disable-radix-cache",
     ),
     Conflict(
-        lambda a: a.speculative_algorithm is not None,
-        "--speculative-algorithm",
-        "a verify step has several top-k lists a request, which must be resident together",
-        "drop --speculative-algorithm",
+        lambda a: a.speculative_algorithm not in (None, "EAGLE"),
+        "--speculative-algorithm other than EAGLE or NEXTN",
+        "only the draft layer of the model's own checkpoint is covered",
+        "pass --speculative-algorithm EAGLE --speculative-eagle-topk 1",
+    ),
+    Conflict(
+        lambda a: _speculates(a) and a.speculative_eagle_topk != 1,
+        "--speculative-eagle-topk above 1",
+        "accepted rows of a tree would have to move, and latent KV cannot be moved",
+        "pass --speculative-eagle-topk 1",
+    ),
+    Conflict(
+        lambda a: _speculates(a) and a.speculative_num_steps > MAX_SPECULATIVE_STEPS,
+        f"--speculative-num-steps above {MAX_SPECULATIVE_STEPS}",
+        "each step more makes every window one top-k larger",
+        f"pass --speculative-num-steps {MAX_SPECULATIVE_STEPS} or less",
+    ),
+    Conflict(
+        lambda a: _speculates(a) and a.speculative_adaptive,
+        "--speculative-adaptive",
+        "windows and CUDA graphs are made for one number of drafts",
+        "drop --speculative-adaptive",
+    ),
+    Conflict(
+        lambda a: _speculates(a) and a.disable_overlap_schedule,
+        "--speculative-algorithm without the overlap scheduler (spec v1)",
+        "spec v1 allocates and frees slots inside its verify step",
+        "drop --disable-overlap-schedule, and leave SGLANG_ENABLE_SPEC_V2=1 (the default)",
+    ),
+    Conflict(
+        lambda a: _speculates(a)
+        and _is_decode_node(a)
+        and a.disaggregation_transfer_backend == "nixl",
+        "--disaggregation-transfer-backend nixl with --speculative-algorithm",
+        "one list of descriptors holds one type of memory, and the draft layer's rows are on "
+        "the device",
+        "choose mooncake or fake",
+    ),
+    Conflict(
+        lambda a: _speculates(a) and a.speculative_draft_model_path != a.model_path,
+        "--speculative-draft-model-path",
+        "the memory of a draft model is counted as that of the checkpoint's own layer",
+        "drop it: SGLang takes the draft layer from --model-path",
     ),
     Conflict(
         lambda a: a.enable_mixed_chunk,
@@ -208,8 +254,12 @@ def _check_model(server_args: "ServerArgs") -> None:
 
 
 def _check_backends(server_args: "ServerArgs") -> None:
-    from sglang.srt.environ import envs
-
+    if _speculates(server_args) and envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
+        raise ValueError(
+            f"{FLAG} with --speculative-algorithm needs SGLANG_ENABLE_OVERLAP_PLAN_STREAM=0 "
+            "(the default): tables change on the stream that prepares a forward, which must be "
+            "the one that runs it."
+        )
     if server_args.attention_backend != "nsa":
         raise ValueError(
             f"{FLAG} needs --attention-backend nsa, but got "

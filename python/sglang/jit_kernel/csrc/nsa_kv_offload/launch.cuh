@@ -35,7 +35,6 @@ inline MissQueue view_queue(
 
 template <int kThreads, int kEntries>
 struct Swap {
-  /// Lengths are int32 in a replayed CUDA graph and int64 in an eager batch.
   static void
   run(const tvm::ffi::TensorView topk,
       const tvm::ffi::TensorView batch_windows,
@@ -53,6 +52,7 @@ struct Swap {
       const tvm::ffi::TensorView wanted,
       const tvm::ffi::TensorView target,
       const tvm::ffi::TensorView state,
+      const int64_t lasting,
       const int64_t ring_slots,
       const int64_t first_window_slot,
       const int64_t window_slots) {
@@ -65,9 +65,12 @@ struct Swap {
     auto R = SymbolicSize{"request row stride"};
     auto device = SymbolicDevice{};
     TensorMatcher({B, K}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(topk).verify(page_table);
-    TensorMatcher({B}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(batch_windows).verify(batch_rows);
-    auto length_dtype = SymbolicDType{};
-    TensorMatcher({B}).with_dtype<int32_t, int64_t>(length_dtype).with_device<kDLCUDA>(device).verify(seq_lens);
+    TensorMatcher({B})
+        .with_dtype<int32_t>()
+        .with_device<kDLCUDA>(device)
+        .verify(batch_windows)
+        .verify(batch_rows)
+        .verify(seq_lens);
     TensorMatcher({N}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(ring_begin);
     TensorMatcher({-1, -1})
         .with_strides({R, 1})
@@ -91,35 +94,29 @@ struct Swap {
     RuntimeCheck(host_slots.size(0) / 2 >= requests * k, "the miss queue holds fewer than ", requests * k, " entries");
     if (batch == 0) return;
 
-    const auto launch = [&]<typename SeqLen>(const SeqLen* lengths) {
-      const auto params = SwapParams<SeqLen>{
-          static_cast<const int32_t*>(topk.data_ptr()),
-          static_cast<const int32_t*>(batch_windows.data_ptr()),
-          static_cast<const int32_t*>(batch_rows.data_ptr()),
-          lengths,
-          static_cast<const int32_t*>(ring_begin.data_ptr()),
-          static_cast<const int32_t*>(req_to_token.data_ptr()),
-          static_cast<int16_t*>(offset_of_position.data_ptr()),
-          static_cast<int32_t*>(position_at_offset.data_ptr()),
-          static_cast<uint16_t*>(last_used.data_ptr()),
-          static_cast<unsigned long long*>(counters.data_ptr()),
-          static_cast<int32_t*>(page_table.data_ptr()),
-          view_queue(host_slots, device_slots, wanted, target, state),
-          R.unwrap(),
-          C.unwrap(),
-          k,
-          lru_slots,
-          static_cast<int>(ring_slots),
-          static_cast<int>(first_window_slot),
-          static_cast<int>(window_slots)};
-      LaunchKernel(batch, kThreads, device.unwrap(), swap_shared_bytes(k, lru_slots))(
-          swap_kernel<kThreads, kEntries, SeqLen>, params);
-    };
-    if (length_dtype.unwrap().bits == 32) {
-      launch(static_cast<const int32_t*>(seq_lens.data_ptr()));
-    } else {
-      launch(static_cast<const int64_t*>(seq_lens.data_ptr()));
-    }
+    const auto params = SwapParams{
+        static_cast<const int32_t*>(topk.data_ptr()),
+        static_cast<const int32_t*>(batch_windows.data_ptr()),
+        static_cast<const int32_t*>(batch_rows.data_ptr()),
+        static_cast<const int32_t*>(seq_lens.data_ptr()),
+        static_cast<const int32_t*>(ring_begin.data_ptr()),
+        static_cast<const int32_t*>(req_to_token.data_ptr()),
+        static_cast<int16_t*>(offset_of_position.data_ptr()),
+        static_cast<int32_t*>(position_at_offset.data_ptr()),
+        static_cast<uint16_t*>(last_used.data_ptr()),
+        static_cast<unsigned long long*>(counters.data_ptr()),
+        static_cast<int32_t*>(page_table.data_ptr()),
+        view_queue(host_slots, device_slots, wanted, target, state),
+        R.unwrap(),
+        C.unwrap(),
+        k,
+        static_cast<int>(lasting),
+        lru_slots,
+        static_cast<int>(ring_slots),
+        static_cast<int>(first_window_slot),
+        static_cast<int>(window_slots)};
+    LaunchKernel(batch, kThreads, device.unwrap(), swap_shared_bytes(k, lru_slots))(
+        swap_kernel<kThreads, kEntries>, params);
   }
 };
 

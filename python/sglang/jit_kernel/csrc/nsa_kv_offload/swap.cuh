@@ -14,15 +14,15 @@ namespace nsa_kv_offload {
 
 constexpr int16_t kAbsent = -1;   // the position is in no window offset
 constexpr int16_t kClaimed = -2;  // and below: absent, and entry (kClaimed - value) of this top-k loads it
+constexpr int kEmptyAge = 1 << 15;  // of a slot without a lasting use; older than any step's
 constexpr int kTouched = 1;      // mark of a slot that this step's top-k uses; 0 otherwise
 constexpr int kMarksPerWord = 4;
 
-template <typename SeqLen>
 struct SwapParams {
-  const int32_t* topk;           // [batch, k] positions, -1 for none
+  const int32_t* topk;           // [batch, k] positions, -1 for none; of several queries, one after the other
   const int32_t* batch_windows;  // [batch] -1 for padding
   const int32_t* batch_rows;     // [batch] request rows
-  const SeqLen* seq_lens;        // [batch] with this step's token
+  const int32_t* seq_lens;       // [batch] with this step's tokens
   const int32_t* ring_begin;     // [windows] first position that decoding wrote to the ring
   const int32_t* req_to_token;   // [rows, row_stride] host slots
   int16_t* offset_of_position;   // [windows, context]
@@ -34,6 +34,7 @@ struct SwapParams {
   int64_t row_stride;
   int64_t context;
   int k;
+  int lasting;  // entries before it are of a token that stays; the others' drafts may be refused
   int lru_slots;
   int ring_slots;
   int first_window_slot;
@@ -141,8 +142,8 @@ pick_victims(OwnMarks<kThreads>& marks, uint16_t now, int need, uint16_t* victim
 }
 
 /// Add a block's hits and ring hits, which every thread has tallied, to the counters. Needs a barrier before.
-template <int kThreads, typename SeqLen>
-__device__ __forceinline__ void count_hits(const SwapParams<SeqLen>& params, const SwapShared& shared) {
+template <int kThreads>
+__device__ __forceinline__ void count_hits(const SwapParams& params, const SwapShared& shared) {
   if (threadIdx.x >= kWarpSize) return;
   const int lane = threadIdx.x;
   const unsigned sum = __reduce_add_sync(kFullWarp, lane < kThreads / kWarpSize ? shared.tallies[lane] : 0u);
@@ -154,8 +155,8 @@ __device__ __forceinline__ void count_hits(const SwapParams<SeqLen>& params, con
 /// Entries of a thread are neighbours in the top-k, so that a thread-order scan ranks misses in top-k order.
 /// A load is issued as soon as its address is known, whether or not it will be needed: the kernel's time is
 /// the chain of loads that wait for each other.
-template <int kThreads, int kEntries, typename SeqLen>
-__global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams<SeqLen> params) {
+template <int kThreads, int kEntries>
+__global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params) {
   extern __shared__ uint32_t shared_memory[];
   SwapShared& shared = *reinterpret_cast<SwapShared*>(shared_memory);
   uint16_t* victims = reinterpret_cast<uint16_t*>(&shared + 1);
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams<SeqLen>
     const bool in_table = positions[e] >= 0 && positions[e] < params.context;
     offsets[e] = in_table ? offset_of[positions[e]] : kAbsent;
   }
-  const int seq_len = static_cast<int>(params.seq_lens[row]);
+  const int seq_len = params.seq_lens[row];
   const uint16_t now = static_cast<uint16_t>(seq_len);
   // Newer positions are in the ring, whatever they are: nothing past the sequence counts in a table.
   const int ring_begin = params.ring_begin[window];
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams<SeqLen>
     } else if (offsets[e] >= 0) {
       slot = window_slot + offsets[e];
       marks[offsets[e]] = kTouched;
-      last_used[offsets[e]] = now;
+      if (first_entry + e < params.lasting) last_used[offsets[e]] = now;
       ++num_hits;
     }
     page_table[first_entry + e] = slot;
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams<SeqLen>
     if (evicted[e] >= 0) offset_of[evicted[e]] = kAbsent;
     offset_of[positions[e]] = static_cast<int16_t>(offsets[e]);
     position_at[offsets[e]] = positions[e];
-    last_used[offsets[e]] = now;
+    last_used[offsets[e]] = first_entry + e < params.lasting ? now : static_cast<uint16_t>(now - kEmptyAge);
     const int slot = window_slot + offsets[e];
     page_table[first_entry + e] = slot;
     queue.host_slots[index] = host_slots[e];
@@ -295,7 +296,10 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams<SeqLen>
   if (!__syncthreads_or(duplicate != 0)) return;
 #pragma unroll
   for (int e = 0; e < kEntries; ++e) {
-    if (duplicate >> e & 1) page_table[first_entry + e] = window_slot + offset_of[positions[e]];
+    if (!(duplicate >> e & 1)) continue;
+    const int offset = offset_of[positions[e]];
+    page_table[first_entry + e] = window_slot + offset;
+    if (first_entry + e < params.lasting) last_used[offset] = now;
   }
 }
 

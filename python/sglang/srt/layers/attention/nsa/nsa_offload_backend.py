@@ -12,6 +12,8 @@ from sglang.srt.layers.attention.nsa_backend import (
     NSAIndexerMetadata,
 )
 
+from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import is_decode_step
+
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 class NSAOffloadAttnBackend(NativeSparseAttnBackend):
     """The base backend, given page tables of device slots.
 
-    Decode asks for unfused top-k (positions), makes them resident, and hands the base their
-    device slots in place of its fused top-k. Prefill keeps the fused top-k and swaps the page
+    Decode, and a verify step, which the base runs as an extend, ask for unfused top-k (positions),
+    make them resident, and hand the base their device slots in place of its fused top-k. Prefill keeps the fused top-k and swaps the page
     table it reads for one of staging slots. Attention kernels are the base's own.
     """
 
@@ -36,7 +38,7 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
     def init_forward_metadata(self, forward_batch: "ForwardBatch"):
         self.coordinator.forward_begin(forward_batch)
         super().init_forward_metadata(forward_batch)
-        if forward_batch.forward_mode.is_decode_or_idle():
+        if is_decode_step(forward_batch.forward_mode):
             return
         staged = self.coordinator.staging.device_slots
         metadata = self.forward_metadata
@@ -50,24 +52,39 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int):
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        self.coordinator.reserve_batch(max(max_bs, max_num_tokens))
+        self.coordinator.reserve_batch(max_bs)
 
     def init_forward_metadata_capture_cuda_graph(
         self, bs, num_tokens, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info
     ):
-        self.coordinator.padding_begin(bs)
+        self.coordinator.padding_begin(bs, forward_mode)
         super().init_forward_metadata_capture_cuda_graph(
             bs, num_tokens, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info
         )
 
     def init_forward_metadata_replay_cuda_graph(
-        self, bs, req_pool_indices, seq_lens, *args, **kwargs
+        self,
+        bs,
+        req_pool_indices,
+        seq_lens,
+        seq_lens_sum,
+        encoder_lens,
+        forward_mode,
+        *args,
+        **kwargs,
     ):
         # Padded rows carry the request rows of an older batch, so only the real ones count.
         num_real = self._replay_forward_batch.batch_size
-        self.coordinator.decode_begin(bs, num_real, req_pool_indices, seq_lens)
+        self.coordinator.decode_begin(bs, num_real, req_pool_indices, seq_lens, forward_mode)
         super().init_forward_metadata_replay_cuda_graph(
-            bs, req_pool_indices, seq_lens, *args, **kwargs
+            bs,
+            req_pool_indices,
+            seq_lens,
+            seq_lens_sum,
+            encoder_lens,
+            forward_mode,
+            *args,
+            **kwargs,
         )
 
     def set_nsa_prefill_impl(self, forward_batch: Optional["ForwardBatch"] = None):
@@ -80,7 +97,7 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
         self, layer_id: int, forward_batch: "ForwardBatch"
     ) -> NSAIndexerMetadata:
         metadata = super().get_indexer_metadata(layer_id, forward_batch)
-        if forward_batch.forward_mode.is_decode_or_idle():
+        if is_decode_step(forward_batch.forward_mode):
             return replace(metadata, force_unfused_topk=True)
         return metadata
 
@@ -110,8 +127,15 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
         layer: "RadixAttention",
         forward_batch: "ForwardBatch",
         *args,
+        topk_indices: Optional[torch.Tensor] = None,
         **kwargs,
     ) -> torch.Tensor:
-        output = super().forward_extend(q, k, v, layer, forward_batch, *args, **kwargs)
+        if is_decode_step(forward_batch.forward_mode):
+            topk_indices = self.coordinator.attention_begin(
+                q, k, v, layer, forward_batch, self.forward_metadata, topk_indices=topk_indices
+            )
+        output = super().forward_extend(
+            q, k, v, layer, forward_batch, *args, topk_indices=topk_indices, **kwargs
+        )
         self.coordinator.attention_end(output, layer, forward_batch)
         return output

@@ -36,7 +36,7 @@ class NSAOffloadBackendAdaptor(NSABackendAdaptor):
         self._lru = lru
         self._controller = controller
         self._queue = queue
-        compile_kernels(sizes.top_k, sizes.row_bytes)
+        compile_kernels(sizes.swap_entries, sizes.row_bytes)
 
     def adapt_for_attn_metadata(
         self,
@@ -51,29 +51,34 @@ class NSAOffloadBackendAdaptor(NSABackendAdaptor):
         *,
         batch_windows: torch.Tensor,
         batch_rows: torch.Tensor,
+        batch_lens: torch.Tensor,
+        queries: int,
         **kwargs,
     ) -> torch.Tensor:
-        """Make a layer's top-k resident.
+        """Make a layer's top-k resident, for all queries of a request at once.
 
         Args:
-            selected_indices: ``[B, K]`` int32 positions, -1 for none.
+            selected_indices: ``[B * Q, K]`` int32 positions, -1 for none.
             layer_id: layer within this rank.
             batch_windows: ``[B]`` int32, -1 for padding.
             batch_rows: ``[B]`` int32 request rows.
+            batch_lens: ``[B]`` int32 lengths with this step's tokens.
+            queries: Q, of one request.
 
         Returns:
-            ``[B, K]`` int32 device slots in the order of the positions. On the current
+            ``[B * Q, K]`` int32 device slots in the order of the positions. On the current
             stream every one of them holds its row when this returns.
         """
         page_table = self._lru.prepare_layer_swap(
             layer_id,
-            selected_indices.contiguous(),
+            selected_indices.reshape(-1, queries * selected_indices.shape[1]),
             batch_windows,
-            forward_batch.seq_lens,
+            batch_lens,
             batch_rows,
             req_to_token,
             self._first_window_slot,
             self._queue,
+            queries,
         )
         self._controller.load_layer(layer_id, self._queue)
-        return page_table
+        return page_table.view_as(selected_indices)

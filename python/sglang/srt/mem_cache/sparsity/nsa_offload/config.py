@@ -21,9 +21,10 @@ class NSAKVOffloadConfig:
 
     Attributes:
         window_size: LRU rows a running request keeps on the device in every layer. At least
-            the model's top-k; a multiple of 64. Default: twice the top-k.
+            the model's top-k for each query token of a step, whose lists may share nothing; a
+            multiple of 64. Default: that, and no less than twice the top-k.
         write_back_ring: newest rows kept on the device outside the LRU until they are on the
-            host; a multiple of 64.
+            host: at least those of two steps; a multiple of 64.
         host_size_gb: host memory for latent KV in GB (1e9 bytes); takes precedence over
             ``host_ratio``.
         host_ratio: host rows for each logical slot that index-key memory allows, above 0 and
@@ -41,12 +42,15 @@ class NSAKVOffloadConfig:
         return self.window_size + self.write_back_ring
 
     @classmethod
-    def from_json(cls, text: Optional[str], top_k: int) -> "NSAKVOffloadConfig":
+    def from_json(
+        cls, text: Optional[str], top_k: int, queries: int = 1
+    ) -> "NSAKVOffloadConfig":
         """Parse and check.
 
         Args:
             text: the JSON object, or None for the defaults.
             top_k: the model's ``index_topk``.
+            queries: query tokens of a request in one step.
 
         Raises:
             ValueError: names the flag, the key, the value and the legal range.
@@ -58,9 +62,13 @@ class NSAKVOffloadConfig:
             raise ValueError(
                 f"{CONFIG_FLAG}: unknown key {unknown[0]!r}; known keys are {known}."
             )
-        values.setdefault("window_size", 2 * top_k)
-        _check_slots("window_size", values["window_size"], minimum=top_k)
-        _check_slots("write_back_ring", values.get("write_back_ring", SLOT_MULTIPLE), 64)
+        values.setdefault("window_size", max(2, queries) * top_k)
+        why = "the model's top-k"
+        if queries > 1:
+            why += f" for each of the {queries} tokens that a verify step asks about at once"
+        _check_slots("window_size", values["window_size"], queries * top_k, why)
+        ring = values.get("write_back_ring", SLOT_MULTIPLE)
+        _check_slots("write_back_ring", ring, SLOT_MULTIPLE, "one page")
         _check_positive("host_size_gb", values.get("host_size_gb"))
         _check_positive("host_ratio", values.get("host_ratio"))
         if values.get("host_ratio") is not None and values["host_ratio"] > 1:
@@ -83,8 +91,17 @@ class NSAKVOffloadConfig:
 
         hf_config = server_args.get_model_config().hf_config
         return cls.from_json(
-            server_args.decode_nsa_kv_offload_config, get_nsa_index_topk(hf_config)
+            server_args.decode_nsa_kv_offload_config,
+            get_nsa_index_topk(hf_config),
+            queries_per_step(server_args),
         )
+
+
+def queries_per_step(server_args: "ServerArgs") -> int:
+    """Query tokens of a request in one decode step: one, or as many as a verify step has."""
+    if server_args.speculative_algorithm is None:
+        return 1
+    return server_args.speculative_num_draft_tokens
 
 
 def _parse_object(text: Optional[str]) -> dict[str, Any]:
@@ -105,14 +122,13 @@ def _parse_object(text: Optional[str]) -> dict[str, Any]:
     return values
 
 
-def _check_slots(key: str, value: Any, minimum: int) -> None:
+def _check_slots(key: str, value: Any, minimum: int, why: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"{CONFIG_FLAG}: {key}={value!r} must be an integer above 0.")
     if value < minimum:
         raise ValueError(
-            f"{CONFIG_FLAG}: {key}={value} is under {minimum}"
-            + (", the model's top-k" if key == "window_size" else "")
-            + f"; give a multiple of {SLOT_MULTIPLE} that is at least {minimum}."
+            f"{CONFIG_FLAG}: {key}={value} is under {minimum}, {why}; give a multiple of "
+            f"{SLOT_MULTIPLE} that is at least {minimum}."
         )
     if value % SLOT_MULTIPLE:
         raise ValueError(

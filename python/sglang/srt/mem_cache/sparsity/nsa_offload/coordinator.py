@@ -30,9 +30,15 @@ from sglang.srt.mem_cache.sparsity.nsa_offload.window_allocator import (
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 logger = logging.getLogger(__name__)
+
+
+def is_decode_step(forward_mode: "ForwardMode") -> bool:
+    """Whether a forward reads windows: decode, the verify step of speculation, or idle."""
+    return forward_mode.is_decode_or_idle() or forward_mode.is_target_verify()
 
 
 @dataclass
@@ -104,7 +110,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
                 self.lru,
                 self.controller,
                 # Padded rows queue nothing, so it need not hold more requests than have windows.
-                MissQueue(sizes.num_windows, sizes.top_k, host_pool.size, device),
+                MissQueue(sizes.num_windows, sizes.swap_entries, host_pool.size, device),
             ),
             req_to_token_pool,
             device_pool,
@@ -119,6 +125,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         # Device state, changed on the forward stream only.
         rows = req_to_token_pool.req_to_token.shape[0]
         self._window_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        self._from_end = torch.arange(-sizes.queries, 0, device=device)
         self._max_batch = 0
         self.reserve_batch(rows)
 
@@ -171,32 +178,36 @@ class NSAOffloadCoordinator(SparseCoordinator):
         if row in self._admitted_rows:
             self._admitted_rows.remove(row)
 
-    def forward_end(self, batch: "ScheduleBatch") -> None:
+    def forward_end(self, batch: "ScheduleBatch", result: "GenerationBatchResult") -> None:
         """Write a finished decode step's new rows to the host, all layers.
 
         Called from the output processor, which has waited for the step. A request that ended
-        or was retracted meanwhile has no slots any more, and no lease: its row is skipped. The
-        rows stay in the ring until a later ``forward_begin`` has waited for the copy.
+        or was retracted meanwhile has no slots any more, and no lease: its rows are skipped, as
+        are those of refused drafts. The last token has no row yet. The rows stay in the ring
+        until a later ``forward_begin`` has waited for the copy.
         """
-        live = [
-            i
-            for i, req in enumerate(batch.reqs)
-            if not (req.finished() or req.is_retracted) and req.req_pool_idx in self._leases
-        ]
-        if not live:
-            return
-        seq_lens = batch.seq_lens_cpu.tolist()
-        leases = [self._leases[batch.reqs[i].req_pool_idx] for i in live]
-        device_slots = torch.tensor(
-            [self._ring_slot(lease, seq_lens[i] - 1) for lease, i in zip(leases, live)],
-            dtype=torch.int64,
-        ).to(self.device)
-        host_slots = batch.out_cache_loc
-        if len(live) < len(batch.reqs):
-            host_slots = host_slots[torch.tensor(live).to(self.device)]
-        self.controller.write_back(device_slots, host_slots)
-        for lease, i in zip(leases, live):
-            lease.end_position = seq_lens[i]
+        lens = batch.seq_lens_cpu.tolist()
+        if batch.spec_algorithm.is_none():
+            ends = lens
+        else:  # these lengths are without the step's tokens
+            ends = [length + new for length, new in zip(lens, result.accept_lens.tolist())]
+        rows, positions, device_slots = [], [], []
+        for req, end in zip(batch.reqs, ends):
+            lease = self._leases.get(req.req_pool_idx)
+            if lease is None or req.finished() or req.is_retracted:
+                continue
+            for position in range(lease.end_position, end):
+                rows.append(req.req_pool_idx)
+                positions.append(position)
+                device_slots.append(self._ring_slot(lease, position))
+            lease.end_position = end
+        if rows:
+            rows, positions, device_slots = torch.tensor(
+                [rows, positions, device_slots], dtype=torch.int64
+            ).to(self.device)
+            self.controller.write_back(
+                device_slots, self.req_to_token_pool.req_to_token[rows, positions].long()
+            )
 
     def before_slots_are_reused(self) -> None:
         """Block until no copy can write to a freed host slot; for writers outside the GPU.
@@ -240,17 +251,21 @@ class NSAOffloadCoordinator(SparseCoordinator):
             (max_batch,), -1, dtype=torch.int32, device=self.device
         )
         self._batch_rows = torch.zeros((max_batch,), dtype=torch.int32, device=self.device)
-        self._write_slots = torch.zeros((max_batch,), dtype=torch.int64, device=self.device)
+        self._batch_lens = torch.zeros((max_batch,), dtype=torch.int32, device=self.device)
+        self._write_slots = torch.zeros(
+            (max_batch * self.sizes.queries,), dtype=torch.int64, device=self.device
+        )
         self._batch_size = 0
 
     def forward_begin(self, forward_batch: "ForwardBatch") -> None:
         """Start a forward on its stream: tables up to date, earlier copies to the host done."""
-        if forward_batch.forward_mode.is_decode_or_idle():
+        if is_decode_step(forward_batch.forward_mode):
             self.decode_begin(
                 forward_batch.batch_size,
                 forward_batch.batch_size,
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,
+                forward_batch.forward_mode,
             )
             return
         self._apply_pending()
@@ -264,37 +279,52 @@ class NSAOffloadCoordinator(SparseCoordinator):
         num_real: int,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
+        forward_mode: "ForwardMode",
     ) -> None:
-        """Set the inputs of a decode forward, eager or replayed.
+        """Set the inputs of a decode or verify forward, eager or replayed.
 
         Args:
-            batch_size: rows of the forward, padding included.
-            num_real: rows that belong to requests; the rest, at the end, touch nothing.
+            batch_size: requests of the forward, padding included.
+            num_real: those that exist; the rest, at the end, touch nothing.
             req_pool_indices: ``[>= num_real]`` request rows.
-            seq_lens: ``[>= num_real]`` with this step's token.
+            seq_lens: ``[>= num_real]``, with this step's token in a decode forward, without
+                this step's tokens in a verify forward.
+            forward_mode: which of both.
         """
         self._apply_pending()
+        sizes = self.sizes
         rows = req_pool_indices[:num_real]
         windows = self._window_of_row[rows]
-        sizes = self.sizes
+        lens = seq_lens[:num_real].long()
+        if forward_mode.is_target_verify():
+            lens = lens + sizes.queries
+        self.padding_begin(batch_size, forward_mode, first=num_real)
+        queries = self._queries
+        new_positions = lens[:, None] + self._from_end[-queries:]
         ring_slots = (
             sizes.first_window_slot
-            + windows.long() * sizes.window_slots
+            + windows.long()[:, None] * sizes.window_slots
             + sizes.lru_slots
-            + (seq_lens[:num_real].long() - 1) % sizes.ring_slots
+            + new_positions % sizes.ring_slots
         )
-        self.padding_begin(batch_size, first=num_real)
         self._batch_windows[:num_real] = windows
         self._batch_rows[:num_real] = rows.int()
-        self._write_slots[:num_real] = torch.where(windows >= 0, ring_slots, 0)
+        self._batch_lens[:num_real] = lens.int()
+        self._write_slots[: num_real * queries] = torch.where(
+            windows[:, None] >= 0, ring_slots, 0
+        ).flatten()
 
-    def padding_begin(self, batch_size: int, first: int = 0) -> None:
-        """Make rows from ``first`` on padding: graph capture and warm-up leave no trace."""
+    def padding_begin(
+        self, batch_size: int, forward_mode: "ForwardMode", first: int = 0
+    ) -> None:
+        """Make requests from ``first`` on padding: graph capture and warm-up leave no trace."""
+        self._queries = self.sizes.queries if forward_mode.is_target_verify() else 1
         self._batch_windows[first:batch_size] = -1
         self._batch_rows[first:batch_size] = 0
-        self._write_slots[first:batch_size] = 0
+        self._batch_lens[first:batch_size] = 0
+        self._write_slots[first * self._queries : batch_size * self._queries] = 0
         self._batch_size = batch_size
-        self.token_to_kv_pool.write_slots = self._write_slots[:batch_size]
+        self.token_to_kv_pool.write_slots = self._write_slots[: batch_size * self._queries]
 
     def _apply_pending(self) -> None:
         self.controller.forward_begin()
@@ -333,10 +363,10 @@ class NSAOffloadCoordinator(SparseCoordinator):
         """``attention_begin`` of a decode layer; the model's own indexer chose the top-k.
 
         Args:
-            topk_indices: ``[B, K]`` int32 positions, -1 for none.
+            topk_indices: ``[B * Q, K]`` int32 positions, -1 for none; Q queries a request.
 
         Returns:
-            ``[B, K]`` int32 device slots.
+            ``[B * Q, K]`` int32 device slots.
         """
         return self.backend_adaptor.adapt_for_attn_metadata(
             selected_indices=topk_indices,
@@ -349,6 +379,8 @@ class NSAOffloadCoordinator(SparseCoordinator):
             layer_id=layer.layer_id - self.start_layer,
             batch_windows=self._batch_windows[: self._batch_size],
             batch_rows=self._batch_rows[: self._batch_size],
+            batch_lens=self._batch_lens[: self._batch_size],
+            queries=self._queries,
         )
 
     def attention_end(
@@ -358,7 +390,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         forward_batch: "ForwardBatch",
     ) -> None:
         """After a prefill layer: send its rows to the host. Decode has nothing left to do."""
-        if not forward_batch.forward_mode.is_decode_or_idle():
+        if not is_decode_step(forward_batch.forward_mode):
             self.controller.store_layer(
                 layer.layer_id - self.start_layer,
                 self.token_to_kv_pool.write_slots,

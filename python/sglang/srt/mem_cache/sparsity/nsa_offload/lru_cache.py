@@ -55,8 +55,9 @@ class LRUCacheState:
         self.counters = torch.zeros((num_layers, 3), dtype=torch.int64, device=device)
         self.last_used = torch.zeros((*shape, lru_slots), dtype=torch.int16, device=device)
 
-    # An empty slot looks this old to a window's first step: older than any that holds a row. Stamps have 16
-    # bits: after as many steps an empty slot looks young, which costs hits and nothing else.
+    # An empty slot looks this old to a window's first step: older than any that holds a row. The kernel enters
+    # rows that only drafts select at this age too. Stamps have 16 bits: after as many steps such a slot looks
+    # young, which costs hits and nothing else.
     EMPTY_AGE = 1 << 15
 
     @staticmethod
@@ -74,6 +75,7 @@ class LRUCacheState:
         req_to_token: torch.Tensor,
         first_window_slot: int,
         queue: MissQueue,
+        queries: int = 1,
     ) -> torch.Tensor:
         """Enter a layer's top-k into the tables and queue its misses, in one launch.
 
@@ -82,16 +84,18 @@ class LRUCacheState:
 
         Args:
             layer: index within this rank.
-            topk: ``[B, K]`` int32 positions, -1 for none, contiguous.
+            topk: ``[B, Q * K]`` int32 positions, -1 for none, contiguous; a request's queries one
+                after the other.
             batch_windows: ``[B]`` int32, -1 for padding.
-            seq_lens: ``[B]`` with this step's token.
+            seq_lens: ``[B]`` int32 with this step's tokens.
             batch_rows: ``[B]`` int32 request rows.
             req_to_token: ``[rows, >= context]`` int32 host slots.
             first_window_slot: device slot of window 0.
             queue: empty; filled.
+            queries: Q; the first one's token stays, the others' may be refused.
 
         Returns:
-            ``[B, K]`` int32 device slots in the order of the top-k.
+            ``[B, Q * K]`` int32 device slots in the order of the top-k.
         """
         return swap_topk(
             topk,
@@ -105,6 +109,7 @@ class LRUCacheState:
             self.last_used[layer],
             self.counters[layer],
             queue,
+            topk.shape[1] // queries,
             self.ring_slots,
             first_window_slot,
             self.lru_slots + self.ring_slots,

@@ -57,6 +57,7 @@ class Question:
         host_bytes: memory of the host; None where it does not limit.
         decode_node: no prompt is prefilled here, so nothing is staged.
         chunked_prefill_size: tokens.
+        speculative_steps: draft tokens a request and step; 0 without speculation.
     """
 
     model: dict[str, Any]
@@ -69,6 +70,7 @@ class Question:
     host_bytes: Optional[int] = None
     decode_node: bool = True
     chunked_prefill_size: int = 8192
+    speculative_steps: int = 0
 
     @property
     def context_slots(self) -> int:
@@ -142,7 +144,8 @@ def answer(question: Question) -> Answer:
 
 def _dense(question: Question, sizes: OffloadSizes) -> Side:
     """Without offloading every token's latent row and index key lie on the device."""
-    token_bytes = (sizes.row_bytes + INDEX_KEY_BYTES) * sizes.num_layers
+    layers = sizes.num_layers + sizes.draft_layers
+    token_bytes = (sizes.row_bytes + INDEX_KEY_BYTES) * layers
     padding = PAGE * token_bytes
     request_bytes = question.context_slots * token_bytes
     fit = max(0, (question.kv_bytes - padding) // request_bytes)
@@ -177,7 +180,12 @@ def _runner(question: Question) -> SimpleNamespace:
         max_running_requests=None,
         nsa_prefill_backend=None,
         nsa_decode_backend=None,
+        speculative_algorithm=None,
+        speculative_num_draft_tokens=None,
     )
+    if question.speculative_steps:
+        args.speculative_algorithm = "EAGLE"
+        args.speculative_num_draft_tokens = question.speculative_steps + 1
     runner = SimpleNamespace(
         server_args=args,
         page_size=PAGE,
@@ -215,10 +223,16 @@ def report(answer: Answer) -> str:
     lines = [f"{f'context {question.context:,}':<30}{'flag off':>12}{'flag on':>12}"]
     lines += [f"{name:<30}{cell(answer.off):>12}{cell(answer.on):>12}" for name, cell in rows]
     lines.append(
-        f"windows of {sizes.lru_slots:,} + {sizes.ring_slots} rows, "
-        f"{_size(sizes.window_bytes)} each; staging of {sizes.staging_slots:,} rows"
+        f"windows of {sizes.lru_slots:,} + {sizes.ring_slots} rows"
+        f"{_of_queries(sizes)}, {_size(sizes.window_bytes)} each; staging of {sizes.staging_slots:,} rows"
     )
     return "\n".join(lines)
+
+
+def _of_queries(sizes: OffloadSizes) -> str:
+    if sizes.queries == 1:
+        return ""
+    return f" for {sizes.queries} tokens a step"
 
 
 def _size(count: int) -> str:
@@ -247,6 +261,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--weights-gib", type=float, help="on one GPU: 'mem usage' in the server's log")
     add("--host-memory-gib", type=float, help="of one host; default: no limit")
     add("--config", help="as given to --decode-nsa-kv-offload-config")
+    add("--speculative-num-steps", type=int, default=0, help="with multi-token prediction")
     add("--colocated", action="store_true", help="a server that prefills too")
     add("--chunked-prefill-size", type=int, default=8192)
     return parser
@@ -278,6 +293,7 @@ def main(argv: Optional[list[str]] = None) -> int:
                     host_bytes=_bytes(args.host_memory_gib),
                     decode_node=not args.colocated,
                     chunked_prefill_size=args.chunked_prefill_size,
+                    speculative_steps=args.speculative_num_steps,
                 )
             )
             for context in args.context
@@ -286,12 +302,17 @@ def main(argv: Optional[list[str]] = None) -> int:
         parser.error(str(error))
     print(
         f"{args.model or 'DeepSeek-V3.2'}, {args.kv_cache_dtype}, "
-        f"{'colocated' if args.colocated else 'decode node'}, TP {args.tp_size}; "
+        f"{'colocated' if args.colocated else 'decode node'}, TP {args.tp_size}"
+        f"{_speculation(args.speculative_num_steps)}; "
         f"for KV {kv_gib:.2f} GiB a GPU ({how})"
     )
     for each in answers:
         print(f"\n{report(each)}")
     return 0
+
+
+def _speculation(steps: int) -> str:
+    return f", --speculative-num-steps {steps}" if steps else ""
 
 
 def _model(path: Optional[Path]) -> dict[str, Any]:

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Optional
 
 from sglang.jit_kernel.nsa_kv_offload import MissQueue
 from sglang.srt.configs.model_config import get_nsa_index_topk
-from sglang.srt.mem_cache.sparsity.nsa_offload.config import CONFIG_FLAG, NSAKVOffloadConfig
+from sglang.srt.mem_cache.sparsity.nsa_offload.config import (
+    CONFIG_FLAG,
+    NSAKVOffloadConfig,
+    queries_per_step,
+)
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import (
     NSAKVOnlyTokenToKVPoolHost,
     check_host_memory,
@@ -30,6 +34,8 @@ MAX_DERIVED_REQUESTS = 256
 # Sizes of the page the allocator hands out and of the index key of one token and layer.
 INDEX_KEY_BYTES = 128 + 4
 STAGING_MAP_BYTES_PER_PAGE = 4
+# SGLang drafts with one multi-token-prediction layer.
+NEXTN_LAYERS = 1
 # What limits the number of logical slots.
 DEVICE_MEMORY = "device_memory"
 HOST_MEMORY = "host_memory"
@@ -49,7 +55,10 @@ class OffloadSizes:
         row_bytes: bytes of one row, 656 or 1152.
         max_context: positions a request row can hold.
         page_size: slots a page, 64.
-        top_k: entries of a request's top-k.
+        top_k: entries of a query's top-k.
+        queries: query tokens of a request in one step: 1, or a verify step's drafts and the
+            token before them.
+        draft_layers: layers of the draft model, whose rows stay on the device.
     """
 
     num_windows: int
@@ -61,6 +70,8 @@ class OffloadSizes:
     max_context: int
     page_size: int
     top_k: int
+    queries: int = 1
+    draft_layers: int = 0
 
     @property
     def ring_slots(self) -> int:
@@ -80,11 +91,16 @@ class OffloadSizes:
         return self.page_size + self.num_windows * self.window_slots
 
     @property
+    def swap_entries(self) -> int:
+        """Entries of a request in one layer's swap."""
+        return self.top_k * self.queries
+
+    @property
     def window_bytes(self) -> int:
         """Device bytes of one more window, its tables included, all layers."""
         rows = self.window_slots * self.row_bytes * self.num_layers
         tables = LRUCacheState.bytes_per_window(self.num_layers, self.lru_slots, self.max_context)
-        return rows + tables + MissQueue.BYTES_PER_ENTRY * self.top_k
+        return rows + tables + MissQueue.BYTES_PER_ENTRY * self.swap_entries
 
     @property
     def fixed_bytes(self) -> int:
@@ -93,12 +109,17 @@ class OffloadSizes:
 
     @property
     def bytes_per_token(self) -> float:
-        """Device bytes of one more logical slot: index keys, staging map entry, miss queue."""
+        """Device bytes of one more logical slot: index keys, staging map entry, miss queue; all of the draft model."""
         return (
-            INDEX_KEY_BYTES * self.num_layers
+            self._resident_bytes_per_token
             + STAGING_MAP_BYTES_PER_PAGE / self.page_size
             + MissQueue.BYTES_PER_HOST_ROW
         )
+
+    @property
+    def _resident_bytes_per_token(self) -> int:
+        draft = (self.row_bytes + INDEX_KEY_BYTES) * self.draft_layers
+        return INDEX_KEY_BYTES * self.num_layers + draft
 
     @property
     def host_bytes_per_token(self) -> int:
@@ -106,7 +127,7 @@ class OffloadSizes:
 
     def device_bytes(self, num_tokens: int) -> int:
         """All device bytes for ``num_tokens`` logical slots."""
-        padding = self.page_size * INDEX_KEY_BYTES * self.num_layers
+        padding = self.page_size * self._resident_bytes_per_token
         return int(
             self.fixed_bytes
             + self.num_windows * self.window_bytes
@@ -139,7 +160,9 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
         self._slot_limit = DEVICE_MEMORY
         self._context_len = mr.model_config.context_len
         self._ranks_on_host = max(1, args.tp_size // args.nnodes)
-        # The default of the request pool leaves 4 positions for tokens in flight.
+        queries = queries_per_step(args)
+        # The request pool leaves 4 positions for tokens in flight, and one a draft token.
+        drafts = args.speculative_num_draft_tokens or 0
         self._sizes = OffloadSizes(
             num_windows=0,
             window_slots=self._config.window_slots,
@@ -147,9 +170,11 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
             staging_slots=self._staging_slots(args),
             num_layers=mr.num_effective_layers,
             row_bytes=mr.calculate_mla_kv_cache_dim() * mr.kv_cache_dtype.itemsize,
-            max_context=self._context_len + 4,
+            max_context=self._context_len + 4 + drafts,
             page_size=mr.page_size,
             top_k=get_nsa_index_topk(mr.model_config.hf_config),
+            queries=queries,
+            draft_layers=NEXTN_LAYERS if queries > 1 else 0,
         )
 
     def _staging_slots(self, args) -> int:

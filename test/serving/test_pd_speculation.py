@@ -1,0 +1,38 @@
+"""Multi-token prediction on a decode node with offloading, behind a prefill node of stock SGLang, over mooncake on loopback."""
+
+import json
+
+import pytest
+from harness import offload, pd
+from harness.scheduler import InprocScheduler
+
+pytestmark = pytest.mark.skipif(pd.missing("mooncake") is not None, reason=str(pd.missing("mooncake")))
+
+NEW_TOKENS = 24
+STEPS = 3
+SPECULATION = ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(STEPS), "--disable-cuda-graph"]
+SPECULATION += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(STEPS + 1)]
+PROMPTS = offload.prompts((1, 63, 64, 129, 450, 700), seed=8)
+
+
+def test_tokens(draft_model, tmp_path):
+    """Two rounds: the second takes over the slots, windows and draft rows of the first."""
+    with InprocScheduler(draft_model, **offload.server_args("fp8_e4m3")) as engine:  # neither offloads nor speculates
+        expected = engine.run(PROMPTS, NEW_TOKENS)
+    with pd.Pair(
+        draft_model,
+        tmp_path,
+        args=[*offload.command_line("fp8_e4m3"), *SPECULATION, "--sleep-on-idle"],
+        prefill_args=["--chunked-prefill-size", "256", "--disable-radix-cache"],
+        decode_args=offload.offload_command_line((STEPS + 1) * offload.TOP_K),
+    ) as pair:
+        for order in (slice(None), slice(None, None, -1)):
+            answers = pair.generate_all(PROMPTS[order], NEW_TOKENS)
+            assert [answer["output_ids"] for answer in answers] == expected[order]
+        steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+        print(f"{len(PROMPTS) * NEW_TOKENS / steps:.2f} tokens a verify step")
+        assert len(PROMPTS) * NEW_TOKENS > 1.2 * steps
+        info = json.loads(pair.decode.get("/server_info"))
+        assert info["speculative_num_steps"] == STEPS and info["enable_decode_nsa_kv_offload"] is True
+        assert pair.decode.healthy(), pair.decode.log_tail()
+        pair.decode.flush()
