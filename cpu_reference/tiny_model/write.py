@@ -25,6 +25,8 @@ def write_checkpoint(out: "os.PathLike[str] | str", spec: TinySpec = TinySpec())
     fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         _write_files(fresh, spec)
+        if _stamp_of(out) == spec.stamp:  # another process was first, and may be reading it
+            return False
         if out.exists():
             shutil.rmtree(out)
         os.replace(fresh, out)

@@ -144,7 +144,7 @@ class Router(Server):
             )
         self.wait_ready()
 
-    def wait_ready(self, timeout_s: float = 60) -> None:
+    def wait_ready(self, timeout_s: float = 240) -> None:
         """Return once both nodes are behind the router; ServerError, with the router stopped, where they are not."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -30,7 +30,8 @@ def install(folder: Path) -> Dict[str, str]:
 def read(folder: Path, name: str) -> List[Dict[str, Any]]:
     """Records of one kind, in the order written: "sent" (by the prefill node) or "places" (of the decode node)."""
     path = Path(folder) / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # the last one may be half written
 
 
 def activate() -> None:

@@ -16,12 +16,18 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Set
 
 from harness.environment import child_environment
 
 READY_S = 600
 REQUEST_S = 300
+
+# A port is bound long after it was drawn, so each test worker has a range of its own; other processes have the first.
+# A range's end is left to the ports that SGLang derives by adding to one.
+_WORKER = 1 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw-1")[2:])
+_FIRST_PORT = 20000 + _WORKER % 12 * 1000
+_drawn: Set[int] = set()
 
 
 class ServerError(RuntimeError):
@@ -29,9 +35,12 @@ class ServerError(RuntimeError):
 
 
 def free_port() -> int:
-    """A port that was free just now, from a range that leaves room for the ports SGLang derives by adding to it."""
+    """A port that was free just now and that this process was not given before."""
     for _ in range(100):
-        port = random.randrange(20000, 32000)
+        port = random.randrange(_FIRST_PORT, _FIRST_PORT + 750)
+        if port in _drawn:
+            continue
+        _drawn.add(port)
         with socket.socket() as s:
             try:
                 s.bind(("127.0.0.1", port))
@@ -73,7 +82,11 @@ class Server:
                 command, stdout=out, stderr=subprocess.STDOUT, env=child_environment(**(env or {})), start_new_session=True
             )
         if wait:
-            self.wait_ready()
+            try:
+                self.wait_ready()
+            except BaseException:
+                self.stop()
+                raise
 
     def __enter__(self) -> "Server":
         return self
@@ -123,9 +136,12 @@ class Server:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda ids: self.generate(ids, n, **body), prompts))
 
-    def flush(self) -> None:
-        """Flush the cache; ServerError where the server is busy."""
-        self.post("/flush_cache", None)
+    def flush(self, wait_s: float = 30) -> None:
+        """Flush the cache; ServerError where the server is still busy after ``wait_s``.
+
+        The overlapped scheduler is busy for one more round after its last answer.
+        """
+        self.post(f"/flush_cache?timeout={wait_s}", None)
 
     def healthy(self) -> bool:
         """Whether the health check that generates a token passes."""

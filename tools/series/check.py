@@ -49,7 +49,7 @@ class Options:
     imports: bool = True
     tests: bool = False
     every_test: bool = False
-    test_timeout: int = 1800
+    test_timeout: int = 3600
 
 
 def layout(project: Project) -> None:
