@@ -20,22 +20,33 @@ import harness  # noqa: F401  (sets the environment; before sglang and torch)
 import torch
 from exactness import BACKENDS, slim_model
 from replayed_topk import lists_of, replayed_topk
+from harness.environment import ON_GPU
 from harness.scheduler import InprocScheduler
 
 FAKE_HOST = "2.2.2.2"
-TOP_K = 2048
+TOP_K, PAGE = 2048, 64
+DEVICE = "cuda" if ON_GPU else "cpu"
 KV_MODULES = ("sglang.srt.mem_cache", "sglang.srt.managers.hisparse", "sglang.jit_kernel")
 FIRST_STEPS = 8  # requests whose first decode step is timed
 
 
-def impl_args(impl: str, args) -> dict:
+def impl_args(impl: str, args, requests: int, new_tokens: int) -> dict:
+    """Server arguments of an implementation with room for so many requests, and no more."""
+    slots = args.context + new_tokens + PAGE
     if impl == "hisparse":
-        host_ratio = {"top_k": 2048, "device_buffer_size": args.window, "host_to_device_ratio": 2}
-        return {"enable_hisparse": True, "hisparse_config": json.dumps(host_ratio)}
+        # Its pool is sized in device slots, a buffer and a page for each request; the logical slots are a multiple of them.
+        ratio = max(1, slots // (args.window + PAGE))
+        config = {"top_k": TOP_K, "device_buffer_size": args.window, "host_to_device_ratio": ratio}
+        return {
+            "enable_hisparse": True,
+            "hisparse_config": json.dumps(config),
+            "max_total_tokens": -(-requests * slots // ratio // PAGE) * PAGE,
+        }
+    more = {"max_total_tokens": requests * slots}
     if impl == "ours":
-        config = json.dumps({"window_size": args.window})
-        return {"enable_decode_nsa_kv_offload": True, "decode_nsa_kv_offload_config": config}
-    return {}
+        more["enable_decode_nsa_kv_offload"] = True
+        more["decode_nsa_kv_offload_config"] = json.dumps({"window_size": args.window})
+    return more
 
 
 def randomize_index_keys(pool) -> None:
@@ -78,7 +89,7 @@ def chosen_topk(args):
         yield None
         return
     # Filled before each measurement; in graphs it is read from the same place.
-    lists = torch.zeros((steps_of(args), max(args.batches), TOP_K), dtype=torch.int32, device="cuda")
+    lists = torch.zeros((steps_of(args), max(args.batches), TOP_K), dtype=torch.int32, device=DEVICE)
     with replayed_topk(lists, args.layers) as replay:
         yield replay
 
@@ -87,35 +98,53 @@ def steps_of(args) -> int:
     return args.warmup + args.steps * args.rounds + 5
 
 
-def measure(impl: str, model: Path, args) -> Iterator[dict]:
-    """Rows of one implementation: every batch at every miss rate."""
-    begin = time.time()
-    batches, rates = sorted(args.batches), args.miss_rates or [None]
-    new_tokens = FIRST_STEPS + len(batches) * len(rates) * steps_of(args) + 64
-    with chosen_topk(args) as replay, InprocScheduler(
+def tokens_made(num_batches: int, args) -> int:
+    """Tokens that the first request makes while so many batches are measured at every miss rate."""
+    return FIRST_STEPS + num_batches * len(args.miss_rates or [None]) * steps_of(args) + 64
+
+
+def decode_node(impl: str, model: Path, args, batches: list, new_tokens: int, **more) -> InprocScheduler:
+    """A lone decode node with room for the largest batch, and CUDA graphs of each."""
+    return InprocScheduler(
         model,
         overlap=True,
         kv_cache_dtype=args.dtype,
         nsa_prefill_backend=BACKENDS[args.dtype],
         nsa_decode_backend=BACKENDS[args.dtype],
-        page_size=64,
+        page_size=PAGE,
         disable_radix_cache=True,
         disaggregation_mode="decode",
         disaggregation_transfer_backend="fake",
         cuda_graph_bs=batches,
         cuda_graph_max_bs=batches[-1],
         max_running_requests=batches[-1],
-        max_total_tokens=batches[-1] * (args.context + new_tokens + 64),
-        mem_fraction_static=0.85,
-        context_length=args.context + new_tokens + 64,
+        mem_fraction_static=0.85 if ON_GPU else 0.1,
+        context_length=args.context + new_tokens + PAGE,
         grammar_backend="none",
         sampling_backend="pytorch",
-        **impl_args(impl, args),
-    ) as engine:
+        **impl_args(impl, args, batches[-1], new_tokens),
+        **more,
+    )
+
+
+def synchronize() -> None:
+    torch.get_device_module(DEVICE).synchronize()
+
+
+def measure(impl: str, model: Path, args, new_tokens: int = 0) -> Iterator[dict]:
+    """Rows of one implementation: every batch at every miss rate.
+
+    Args:
+        new_tokens: of a request; 0 for as many as will be made.
+    """
+    begin = time.time()
+    batches, rates = sorted(args.batches), args.miss_rates or [None]
+    new_tokens = new_tokens or tokens_made(len(batches), args)
+    with chosen_topk(args) as replay, decode_node(impl, model, args, batches, new_tokens) as engine:
         randomize_index_keys(engine.kv_pool)
         common = {
             "impl": impl,
-            "gpu": torch.cuda.get_device_name(),
+            "gpu": torch.cuda.get_device_name() if ON_GPU else "none",
             "context": args.context,
             "layers": args.layers,
             "top_k": TOP_K,
@@ -137,7 +166,7 @@ def measure(impl: str, model: Path, args) -> Iterator[dict]:
             engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == batch)
             for seed, miss_rate in enumerate(rates):
                 if replay is not None:
-                    torch.cuda.synchronize()
+                    synchronize()
                     replay.play(lists_of(steps_of(args), batches[-1], TOP_K, args.context, miss_rate, seed))
                 times, counts = time_steps(engine, args)
                 assert engine.scheduler.running_batch.batch_size() == batch, "requests ended while they were timed"
@@ -166,11 +195,11 @@ def time_steps(engine, args) -> tuple:
     before = coordinator.lru.counters.clone() if coordinator is not None else None
     times = []
     for _ in range(args.rounds):
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         for _ in range(args.steps):
             engine.step()
-        torch.cuda.synchronize()
+        synchronize()
         times.append((time.perf_counter() - start) / args.steps * 1e3)
     counts = (coordinator.lru.counters - before).sum(0).tolist() if coordinator is not None else None
     return times, counts

@@ -25,8 +25,8 @@ FAULTS = (
     "write_back_skipped",
     "int32_address",
 )
-# Host slots below this lie within the first 2^31 bytes of a layer of 656-byte rows.
 SLEEP_STORE_CYCLES = 4_000_000
+# Host slots below this lie within the first 2^31 bytes of a layer of 656-byte rows.
 FIRST_HIGH_SLOT = (1 << 31) // 656 // 64 * 64 + 64
 
 
@@ -54,8 +54,8 @@ def plant(fault: str, stack: ExitStack) -> None:
         queue.host_slots.remainder_((1 << 31) // self._row_bytes)
         load(self, layer, queue)
 
-    def unmasked(self, batch_size, num_real, rows, seq_lens):
-        begin(self, batch_size, batch_size, rows, seq_lens)
+    def unmasked(self, batch_size, num_real, *args):
+        begin(self, batch_size, batch_size, *args)
 
     # The faults are in the list of misses: gather by it, however many they are.
     stack.enter_context(mock.patch.object(kernels, "ORDER_MIN_ROWS", 1 << 30))

@@ -78,6 +78,10 @@ class Kernels:
         self._sources = Path(sources)
         self._order, self._seed = ORDERS[order], seed
 
+    def shared_bytes(self, entries: int, lru_slots: int) -> int:
+        """Of a block of the swap."""
+        return self._library().nsa_swap_shared_bytes(entries, lru_slots)
+
     def swap_module(self, top_k: int) -> "_Swap":
         entries = -(-top_k // THREADS)
         return _Swap(self._library(entries=entries), entries, self._order, self._seed)

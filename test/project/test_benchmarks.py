@@ -1,5 +1,6 @@
 """The benchmarks' own logic, in a size for the CPU: what they time is right, and is what they say."""
 
+import argparse
 import dataclasses
 import importlib.util
 from pathlib import Path
@@ -120,3 +121,30 @@ def test_replayed_topk_sets_the_miss_rate(tiny_model):
 def test_replayed_topk_refuses_more_steps_than_positions():
     with pytest.raises(ValueError, match="need more than"):
         load("replayed_topk").lists_of(100, 1, 64, 500, 0.25)
+
+
+def test_capacity_counts_what_is_allocated(tiny_model, monkeypatch):
+    """The most requests within the budget, dense and with offloading; one more would not fit."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    capacity = load("capacity")
+    step = capacity.decode_step
+    monkeypatch.setattr(step, "TOP_K", offload.TOP_K)
+    args = argparse.Namespace(budget_gb=0.012, context=448, window=128, layers=3, dtype="bfloat16", warmup=1, steps=1, rounds=1)
+    args.miss_rates, args.impls = [0.1], ("dense", "ours")
+    rows = list(capacity.measure(tiny_model, args, call=lambda function, *own: function(*own)))
+    fit = {row["impl"]: row["requests_that_fit"] for row in rows}
+    assert [(row["impl"], row["batch"]) for row in rows] == [
+        ("dense", fit["dense"]),
+        ("ours", fit["dense"]),
+        ("ours", fit["ours"]),
+    ]
+    assert fit["ours"] > fit["dense"]
+    for impl, count in fit.items():
+        held = [capacity.held_bytes(impl, args, tiny_model, step.tokens_made(2, args), n) for n in (count, count + 1)]
+        assert held[0] <= args.budget_gb * 1e9 < held[1]
+    args.budget_gb = 0.0001
+    with pytest.raises(ValueError, match="over the budget"):
+        list(capacity.measure(tiny_model, args, call=lambda function, *own: function(*own)))

@@ -139,3 +139,29 @@ def check_tokens(engine, rids, expected, gone=None):
     offload.coordinator(engine).check_idle()
     assert engine.flush()
     offload.check_idle(engine)
+
+
+def test_slots_wait_for_the_forward_in_flight(tiny_model):
+    """A prefill node may write to slots only when no forward of their last owner can, overlapped or not."""
+    from unittest import mock
+
+    from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
+
+    wait, waits = SparseCacheController.synchronize, []
+
+    def recording(controller, forwards=False):
+        waits.append((forwards, bool(offload.coordinator(engine)._released)))
+        wait(controller, forwards)
+
+    with Delivery() as delivery, start(tiny_model, overlap=True) as engine:
+        delivery.engine = engine
+        with mock.patch.object(SparseCacheController, "synchronize", recording):
+            for i in range(2):
+                engine.submit(PROMPTS[2], 8 + 4 * i, **delivery.place(i))
+            first = list(engine.outputs)[0]
+            engine.step_until(lambda: first in engine.finished)
+            engine.submit(PROMPTS[0], 4, **delivery.place(2))
+            engine.step()
+            engine.drain()
+    assert (True, True) in waits and (False, False) in waits
+    assert all(forwards == released for forwards, released in waits)

@@ -26,9 +26,9 @@ def test_tokens(draft_model, tmp_path):
         prefill_args=["--chunked-prefill-size", "256", "--disable-radix-cache"],
         decode_args=offload.offload_command_line((STEPS + 1) * offload.TOP_K),
     ) as pair:
-        for order in (slice(None), slice(None, None, -1)):
-            answers = pair.generate_all(PROMPTS[order], NEW_TOKENS)
-            assert [answer["output_ids"] for answer in answers] == expected[order]
+        for again in (slice(3, None), slice(None)):
+            answers = pair.generate_all(PROMPTS[again], NEW_TOKENS)
+            assert [answer["output_ids"] for answer in answers] == expected[again]
         steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
         print(f"{len(PROMPTS) * NEW_TOKENS / steps:.2f} tokens a verify step")
         assert len(PROMPTS) * NEW_TOKENS > 1.2 * steps

@@ -14,8 +14,8 @@ from sglang.srt.mem_cache.sparsity.nsa_offload.adaptor import NSAOffloadBackendA
 from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
 from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
 
-PROMPTS = offload.prompts((1, 64, 300, 700), seed=5)
-NEW_TOKENS = 40
+PROMPTS = offload.prompts((1, 64, 300, 500), seed=5)
+NEW_TOKENS = 24
 # The window is the least that a step needs, and every long prompt is longer.
 CASES = [("bfloat16", 1), ("fp8_e4m3", 4)]
 
@@ -91,7 +91,7 @@ def test_rows_through_chunks_retraction_and_aborts(draft_model):
             decoded = {rid: len(engine.outputs[rid]) for rid in rids}
             engine.drain()
         offload.check_idle(engine)
-    assert checked > 100_000
+    assert checked > 50_000
     assert set(sent.values()) == {1}
     for rid, prompt in zip(rids, PROMPTS):
         if rid != rids[2]:
@@ -103,17 +103,10 @@ def test_rows_through_chunks_retraction_and_aborts(draft_model):
 def test_contexts_up_to_the_models_limit(draft_model, steps=4):
     """The last drafts lie past the limit, where a request row has a few positions more."""
     limit = 512
-    prompts = offload.prompts([limit - 1 - NEW_TOKENS - i for i in range(2)], seed=6)
+    prompts = offload.prompts([limit - 1 - NEW_TOKENS], seed=6)
     more = {"context_length": limit, "max_total_tokens": 2048, "prompts": prompts}
     expected = serve(draft_model, "bfloat16", steps, on=False, **more)
     assert serve(draft_model, "bfloat16", steps, on=True, **more) == expected
-
-
-def test_pools_that_cannot_hold_all(draft_model):
-    """Few slots: requests wait or are retracted; one window: they come one after the other."""
-    expected, _ = without_offloading(draft_model, "fp8_e4m3", 4)
-    for more in ({"max_total_tokens": 1280}, {"max_running_requests": 1}):
-        assert serve(draft_model, "fp8_e4m3", 4, on=True, **more)[0] == expected
 
 
 # -- faults --------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoor
 from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
 from sglang.srt.mem_cache.sparsity.nsa_offload.staging import PrefillStaging
 
-STEPS = int(os.environ.get("STATE_MACHINE_STEPS", "480"))
+STEPS = int(os.environ.get("STATE_MACHINE_STEPS", "390"))
 SEED = int(os.environ.get("STATE_MACHINE_SEED", "1"))
 OUT = os.environ.get("STATE_MACHINE_OUT")
 FAULT_STEPS, FAULT_SEED = 800, 1

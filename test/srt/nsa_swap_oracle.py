@@ -53,10 +53,10 @@ def swap(case: SimpleNamespace) -> SimpleNamespace:
             out.position_at_offset[window, victim] = position
             host_slot = int(case.req_to_token[case.batch_rows[b], position])
             out.loads.append((host_slot, base + victim))
-        # What only drafts select is no younger than before, and enters as old as an empty slot.
+        # What only drafts select is no younger than before, and enters older than what was used of late.
         lasting = {int(out.offset_of_position[window, p]) for p in topk[: case.lasting] if p in in_lru}
         for offset in lasting | set(victims):
-            age = 0 if offset in lasting else 32768
+            age = 0 if offset in lasting else 16384
             out.last_used[window, offset] = (seq_len - age + 32768) % 65536 - 32768
         for i, p in enumerate(topk):
             if p >= first_in_ring:

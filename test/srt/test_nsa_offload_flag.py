@@ -75,6 +75,10 @@ CONFLICTING = {
     "--speculative-algorithm other than EAGLE or NEXTN": {"speculative_algorithm": "NGRAM"},
     "--speculative-eagle-topk above 1": {**SPECULATION, "speculative_eagle_topk": 2},
     "--speculative-num-steps above 4": {**SPECULATION, "speculative_num_steps": 5},
+    "--moe-a2a-backend or --moe-dense-tp-size with --speculative-algorithm": {
+        **SPECULATION,
+        "moe_a2a_backend": "deepep",
+    },
     "--speculative-adaptive": {**SPECULATION, "speculative_adaptive": True},
     "--speculative-algorithm without the overlap scheduler (spec v1)": {
         **SPECULATION,
@@ -289,6 +293,11 @@ class TestModelAndBackends(FlagTestCase):
         args.attention_backend = "fa3"
         self.refused(args, "--attention-backend nsa", "fa3")
 
+    def test_attention_backend_of_one_phase(self):
+        args = self.server_args()
+        args.decode_attention_backend = "fa3"
+        self.refused(args, "--attention-backend nsa", "fa3 for decode")
+
     def test_kv_dtype(self):
         args = self.server_args()
         args.kv_cache_dtype = "fp8_e5m2"
@@ -349,6 +358,10 @@ class TestConfig(FlagTestCase):
     def test_largest_window(self):
         text = '{"window_size": 32704}'
         self.assertEqual(NSAKVOffloadConfig.from_json(text, TOP_K).window_slots, 1 << 15)
+        # Five query tokens leave less of a block's shared memory for marks.
+        self.assertEqual(NSAKVOffloadConfig.from_json('{"window_size": 27968}', 2048, 5).window_size, 27968)
+        with self.assertRaisesRegex(ValueError, "window_size=28032 is above 27968"):
+            NSAKVOffloadConfig.from_json('{"window_size": 28032}', 2048, 5)
 
 
 if __name__ == "__main__":

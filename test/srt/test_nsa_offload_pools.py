@@ -183,7 +183,7 @@ class TestStaging(CustomTestCase):
         prompts.forward()
         self.check_slots(prompts, 2, 100)
         self.assertEqual(prompts.staged_host_pages(), [3, 5])
-        self.assertEqual(prompts.staging.rows, {2})
+        self.assertEqual(set(prompts.staging._pages_of_row), {2})
         prompts.staging.recycle()
         prompts.forward()
         self.assertEqual(prompts.staged_host_pages(), [])

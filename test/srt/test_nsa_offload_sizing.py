@@ -235,6 +235,8 @@ class TestConfigurator(CustomTestCase):
         with self.assertRaisesRegex(ValueError, "2 rank"):
             self.sized(config='{"host_size_gb": 0.03}', tp_size=2)
         self.sized(config='{"host_size_gb": 0.03}', tp_size=2, nnodes=2)
+        with self.assertRaisesRegex(ValueError, "2 rank"):  # a replica's, which starts beside this one
+            self.sized(config='{"host_size_gb": 0.03}', dp_size=2)
 
     def test_host_size(self):
         tokens, sizes = self.sized(config='{"host_size_gb": 0.03, "host_ratio": 0.5}')

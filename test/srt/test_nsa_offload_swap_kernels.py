@@ -286,10 +286,19 @@ class TestSwap(CustomTestCase):
             if position in topk[: case.lasting]:
                 expected = seq_len
             elif case.offset_of_position[window, position] < 0:
-                expected = seq_len - 32768
+                expected = seq_len - 16384
             else:
                 expected = int(case.last_used[window, offset])
             self.assertEqual((int(t.last_used[window, offset]) - expected) % 65536, 0, (b, position))
+
+    @unittest.skipIf(on_cpu is None, "needs the kernels' source on the CPU")
+    def test_largest_window_fits_shared_memory(self):
+        for entries in (7, 2048, 10240):
+            largest = kernels.max_lru_slots(entries)
+            held = on_cpu.Kernels(SOURCES).shared_bytes(entries, largest)
+            self.assertLessEqual(held, 48 << 10)
+            if largest < kernels.MAX_WINDOW_SLOTS:
+                self.assertGreater(held, (48 << 10) - 8)
 
     def test_only_padding_and_no_rows(self):
         for rows in (4, 0):
@@ -340,7 +349,7 @@ class TestFaults(CustomTestCase):
         "a hit stays old": ("swap.cuh", "params.lasting) last_used[offsets[e]] = now;\n", "0) {}\n"),
         "a load stays old": ("swap.cuh", "params.lasting ? now :", "0 ? now :"),
         "a draft's hit is a use": ("swap.cuh", "if (first_entry + e < params.lasting) last_used[offsets[e]]", "last_used[offsets[e]]"),
-        "a draft's load is a use": ("swap.cuh", "static_cast<uint16_t>(now - kEmptyAge)", "now"),
+        "a draft's load is a use": ("swap.cuh", "static_cast<uint16_t>(now - kDraftAge)", "now"),
         "a shared load keeps the draft's age": ("swap.cuh", "if (first_entry + e < params.lasting) last_used[offset] = now;", ""),
         "youngest first": ("swap.cuh", "bucket > boundary", "bucket < boundary"),
         "evicted position kept": ("swap.cuh", "if (evicted[e] >= 0) offset_of[evicted[e]] = kAbsent;", ""),

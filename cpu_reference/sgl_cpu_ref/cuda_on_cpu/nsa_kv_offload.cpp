@@ -45,6 +45,8 @@ extern "C" const char* nsa_swap(int entries, const SwapParams* params, int batch
   return run_swap<ENTRIES>(entries, *params, batch, order, seed);
 }
 
+extern "C" int nsa_swap_shared_bytes(int entries, int lru_slots) { return swap_shared_bytes(entries, lru_slots); }
+
 extern "C" const char* nsa_gather(int row_bytes, const GatherParams* params, int blocks, int order, unsigned seed) {
   return run_gather<ROW_BYTES>(row_bytes, *params, blocks, order, seed);
 }

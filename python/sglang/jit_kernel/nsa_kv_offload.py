@@ -29,6 +29,14 @@ GATHER_ROWS_IN_FLIGHT = 4  # a warp
 # Fewer rows are gathered as listed: to find their order costs more than scattered reads.
 ORDER_MIN_ROWS = 1024
 _NUM_STATES = 4
+# Shared memory of a swap's block: its own, two bytes an entry, a byte an LRU slot.
+_SHARED_BYTES, _OWN_SHARED_BYTES = 48 << 10, 644
+MAX_WINDOW_SLOTS = 1 << 15  # window offsets are int16
+
+
+def max_lru_slots(entries: int) -> int:
+    """The most LRU slots of a window whose request has so many entries in one swap."""
+    return min(MAX_WINDOW_SLOTS, _SHARED_BYTES - _OWN_SHARED_BYTES - 2 * (entries + entries % 2))
 
 
 class MissQueue:

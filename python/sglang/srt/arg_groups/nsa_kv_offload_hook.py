@@ -109,6 +109,12 @@ CONFLICTS = (
         f"pass --speculative-num-steps {MAX_SPECULATIVE_STEPS} or less",
     ),
     Conflict(
+        lambda a: _speculates(a) and (a.moe_a2a_backend != "none" or a.moe_dense_tp_size == 1),
+        "--moe-a2a-backend or --moe-dense-tp-size with --speculative-algorithm",
+        "they pad the tokens of a verify step after its windows have been chosen",
+        "drop them, or --speculative-algorithm",
+    ),
+    Conflict(
         lambda a: _speculates(a) and a.speculative_adaptive,
         "--speculative-adaptive",
         "windows and CUDA graphs are made for one number of drafts",
@@ -200,7 +206,7 @@ def add_nsa_kv_offload_args(parser: argparse.ArgumentParser) -> None:
         type=str,
         default=None,
         help="A dictionary in JSON string format for " + FLAG + ". Keys: window_size (device "
-        "rows a request and layer; default 2 x top-k), write_back_ring, host_size_gb, "
+        "rows a request and layer; default 2 x top-k, or the top-k of each query token), write_back_ring, host_size_gb, "
         'host_ratio. Example: \'{"window_size": 4096, "host_size_gb": 200}\'',
     )
 
@@ -260,11 +266,11 @@ def _check_backends(server_args: "ServerArgs") -> None:
             "(the default): tables change on the stream that prepares a forward, which must be "
             "the one that runs it."
         )
-    if server_args.attention_backend != "nsa":
-        raise ValueError(
-            f"{FLAG} needs --attention-backend nsa, but got "
-            f"{server_args.attention_backend}."
-        )
+    for phase, backend in zip(("prefill", "decode"), server_args.get_attention_backends()):
+        if backend != "nsa":
+            raise ValueError(
+                f"{FLAG} needs --attention-backend nsa, but got {backend} for {phase}."
+            )
     dtype = server_args.kv_cache_dtype
     backend = _BACKEND_OF_DTYPE.get(dtype)
     if backend is None:

@@ -14,7 +14,7 @@ namespace nsa_kv_offload {
 
 constexpr int16_t kAbsent = -1;   // the position is in no window offset
 constexpr int16_t kClaimed = -2;  // and below: absent, and entry (kClaimed - value) of this top-k loads it
-constexpr int kEmptyAge = 1 << 15;  // of a slot without a lasting use; older than any step's
+constexpr int kDraftAge = 1 << 14;  // of a row that only drafts selected: goes before used ones, after empty slots
 constexpr int kTouched = 1;      // mark of a slot that this step's top-k uses; 0 otherwise
 constexpr int kMarksPerWord = 4;
 
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
     if (evicted[e] >= 0) offset_of[evicted[e]] = kAbsent;
     offset_of[positions[e]] = static_cast<int16_t>(offsets[e]);
     position_at[offsets[e]] = positions[e];
-    last_used[offsets[e]] = first_entry + e < params.lasting ? now : static_cast<uint16_t>(now - kEmptyAge);
+    last_used[offsets[e]] = first_entry + e < params.lasting ? now : static_cast<uint16_t>(now - kDraftAge);
     const int slot = window_slot + offsets[e];
     page_table[first_entry + e] = slot;
     queue.host_slots[index] = host_slots[e];

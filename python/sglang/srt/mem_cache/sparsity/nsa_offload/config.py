@@ -6,13 +6,13 @@ import json
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Optional
 
+from sglang.jit_kernel.nsa_kv_offload import MAX_WINDOW_SLOTS, max_lru_slots
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 CONFIG_FLAG = "--decode-nsa-kv-offload-config"
-# FlashMLA views the device buffer as pages of 64 rows, and window offsets are int16.
-SLOT_MULTIPLE = 64
-MAX_WINDOW_SLOTS = 1 << 15
+SLOT_MULTIPLE = 64  # FlashMLA views the device buffer as pages of 64 rows
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,12 @@ class NSAKVOffloadConfig:
             raise ValueError(
                 f"{CONFIG_FLAG}: window_size + write_back_ring = {config.window_slots} is "
                 f"above {MAX_WINDOW_SLOTS}, the range of a 16-bit window offset."
+            )
+        limit = max_lru_slots(queries * top_k) // SLOT_MULTIPLE * SLOT_MULTIPLE
+        if config.window_size > limit:
+            raise ValueError(
+                f"{CONFIG_FLAG}: window_size={config.window_size} is above {limit}, what the "
+                f"shared memory of a thread block allows beside {queries} x {top_k} entries."
             )
         return config
 

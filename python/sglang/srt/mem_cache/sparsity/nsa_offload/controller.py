@@ -139,10 +139,16 @@ class SparseCacheController:
         if self._forward_stream is not None:
             self._store_stream.wait_stream(self._forward_stream)
 
-    def synchronize(self) -> None:
-        """Block until every copy to the host is done; for idle moments and CPU readers."""
+    def synchronize(self, forwards: bool = False) -> None:
+        """Block until every copy to the host is done; for idle moments and CPU readers.
+
+        Args:
+            forwards: and every forward launched so far.
+        """
         if self._stored is not None:
             self._stored.synchronize()
+        if forwards and self._forward_stream is not None:
+            self._forward_stream.synchronize()
 
     def _rows(self, layer_kv: torch.Tensor) -> torch.Tensor:
         return layer_kv.view(torch.uint8).view(-1, self._row_bytes)

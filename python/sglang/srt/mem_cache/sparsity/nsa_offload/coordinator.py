@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-logger = logging.getLogger(__name__)
-
 
 def is_decode_step(forward_mode: "ForwardMode") -> bool:
     """Whether a forward reads windows: decode, the verify step of speculation, or idle."""
@@ -60,9 +57,9 @@ class NSAOffloadCoordinator(SparseCoordinator):
     """Called by the scheduler (on the CPU, ahead of the GPU) and by the attention backend.
 
     Scheduler side, in the order of a request's life: ``prepare_extend``, ``prepare_decode``
-    (which begins a request), ``forward_end``, ``on_request_end``. These only change CPU
-    state and queue what the tables need. ``forward_begin`` applies the queue on the forward
-    stream, so a change is ordered after every forward launched before it.
+    (which begins a request), ``forward_end``, ``on_request_end``. These change CPU state,
+    queue what the tables need, and issue the write-back. ``forward_begin`` applies the queue on
+    the forward stream, so a change is ordered after every forward launched before it.
 
     Backend side, in every layer: ``attention_begin``, ``attention_end``.
     """
@@ -210,12 +207,14 @@ class NSAOffloadCoordinator(SparseCoordinator):
             )
 
     def before_slots_are_reused(self) -> None:
-        """Block until no copy can write to a freed host slot; for writers outside the GPU.
+        """Block until nothing can write to a freed slot; for writers outside the GPU.
 
-        Within the GPU the store stream orders a slot's old and new rows. A prefill node's
-        transfer is ordered after nothing.
+        Within the GPU streams order a slot's old and new rows. A prefill node's transfer is
+        ordered after nothing: neither after copies to the host, nor after the forward in
+        flight, which still writes index keys (and rows of a draft layer) of a request that has
+        ended. A release that no forward has seen yet tells that there may be one.
         """
-        self.controller.synchronize()
+        self.controller.synchronize(forwards=bool(self._released))
 
     def _write_back_last_rows(self, row: int, lease: Lease, committed: int) -> None:
         """Complete a finished request on the host, where a prefix cache keeps its slots.
@@ -421,6 +420,6 @@ class NSAOffloadCoordinator(SparseCoordinator):
         self.lru.check_integrity()
 
     def close(self) -> None:
-        """Give the pinned host memory back."""
+        """Give the pinned host memory back before the process ends; for owners of several in one process."""
         self.controller.synchronize()
         self.host_pool.close()

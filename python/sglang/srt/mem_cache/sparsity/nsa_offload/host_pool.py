@@ -17,7 +17,7 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
     """Rows addressed by host slot, which is SGLang's logical slot: nothing is allocated here.
 
     The paged allocator of the scheduler hands out the slots, so ``alloc`` and ``free`` of the
-    base class have no caller. Row 0 to 63 belong to the padding page and hold no token.
+    base class have no caller. Rows 0 to 63 belong to the padding page and hold no token.
 
     Attributes:
         kv_buffer: ``[layer_num, size, 1, kv_cache_dim]`` in the device pool's store dtype.
@@ -28,7 +28,7 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
         show_progress: draw a bar while the memory is pinned.
 
     Raises:
-        ValueError: more memory asked for than the machine or its cgroup has free.
+        ValueError: more memory asked for than the machine has free.
     """
 
     def __init__(

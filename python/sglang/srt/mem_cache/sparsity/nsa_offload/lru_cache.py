@@ -55,9 +55,8 @@ class LRUCacheState:
         self.counters = torch.zeros((num_layers, 3), dtype=torch.int64, device=device)
         self.last_used = torch.zeros((*shape, lru_slots), dtype=torch.int16, device=device)
 
-    # An empty slot looks this old to a window's first step: older than any that holds a row. The kernel enters
-    # rows that only drafts select at this age too. Stamps have 16 bits: after as many steps such a slot looks
-    # young, which costs hits and nothing else.
+    # An empty slot looks this old to a window's first step: older than any that holds a row. Stamps have 16
+    # bits: after as many steps an empty slot looks young, which costs hits and nothing else.
     EMPTY_AGE = 1 << 15
 
     @staticmethod

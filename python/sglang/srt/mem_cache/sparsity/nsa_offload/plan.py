@@ -17,6 +17,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
+from sglang.srt.arg_groups.nsa_kv_offload_hook import MAX_SPECULATIVE_STEPS
 from sglang.srt.configs.model_config import is_deepseek_nsa
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import (
     HOST_RESERVE_BYTES,
@@ -51,7 +52,7 @@ class Question:
         kv_cache_dtype: a key of ``DTYPES``.
         kv_bytes: device bytes for KV.
         context: tokens of each request, and the server's context length.
-        batch: requests at once; None for as many as fit.
+        batch: requests at once; None for as many as fit, with the flag 256 at most.
         config: JSON of ``--decode-nsa-kv-offload-config``, or None.
         ranks: attention TP ranks on the host; each takes its own host pool.
         host_bytes: memory of the host; None where it does not limit.
@@ -226,6 +227,8 @@ def report(answer: Answer) -> str:
         f"windows of {sizes.lru_slots:,} + {sizes.ring_slots} rows"
         f"{_of_queries(sizes)}, {_size(sizes.window_bytes)} each; staging of {sizes.staging_slots:,} rows"
     )
+    if sizes.queries > 1:
+        lines.append(f"pass --max-running-requests {sizes.num_windows - 1}: SGLang's default is 48")
     return "\n".join(lines)
 
 
@@ -261,7 +264,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--weights-gib", type=float, help="on one GPU: 'mem usage' in the server's log")
     add("--host-memory-gib", type=float, help="of one host; default: no limit")
     add("--config", help="as given to --decode-nsa-kv-offload-config")
-    add("--speculative-num-steps", type=int, default=0, help="with multi-token prediction")
+    add(
+        "--speculative-num-steps",
+        type=int,
+        default=0,
+        choices=range(MAX_SPECULATIVE_STEPS + 1),
+        help="with multi-token prediction",
+    )
     add("--colocated", action="store_true", help="a server that prefills too")
     add("--chunked-prefill-size", type=int, default=8192)
     return parser

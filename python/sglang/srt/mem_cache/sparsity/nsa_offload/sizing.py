@@ -1,4 +1,4 @@
-"""Device and host memory of decode KV offloading, every buffer and table counted."""
+"""Device and host memory of decode KV offloading: all that grows with windows, tokens or context is counted."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 FLAG = "--enable-decode-nsa-kv-offload"
 # Derived batches above this gain nothing: one decode step then moves gigabytes.
 MAX_DERIVED_REQUESTS = 256
-# Sizes of the page the allocator hands out and of the index key of one token and layer.
+# Of the index key of one token and layer, and of a staging map entry.
 INDEX_KEY_BYTES = 128 + 4
 STAGING_MAP_BYTES_PER_PAGE = 4
-# SGLang drafts with one multi-token-prediction layer.
+# The loader of these models takes a checkpoint with exactly one multi-token-prediction layer.
 NEXTN_LAYERS = 1
 # What limits the number of logical slots.
 DEVICE_MEMORY = "device_memory"
@@ -159,7 +159,7 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
         self._page_size = mr.page_size
         self._slot_limit = DEVICE_MEMORY
         self._context_len = mr.model_config.context_len
-        self._ranks_on_host = max(1, args.tp_size // args.nnodes)
+        self._ranks_on_host = max(1, args.tp_size // args.nnodes) * args.dp_size
         queries = queries_per_step(args)
         # The request pool leaves 4 positions for tokens in flight, and one a draft token.
         drafts = args.speculative_num_draft_tokens or 0

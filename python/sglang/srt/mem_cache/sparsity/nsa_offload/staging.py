@@ -54,11 +54,6 @@ class PrefillStaging:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def rows(self) -> set[int]:
-        """Request rows that own staging pages."""
-        return set(self._pages_of_row)
-
     def recycle(self) -> None:
         """Free the pages of prompts whose last chunk was launched before this call."""
         finished, self._finished_rows = self._finished_rows, []

@@ -23,8 +23,7 @@ class SparseSlotAllocator:
     """Hands out contiguous device slots, a window at a time, on the CPU.
 
     Windows have one fixed size and there is one for each request that may run, so allocation
-    fails only by a fault. Lending surplus slots between requests would change this class and
-    the first slot of a window, nothing else.
+    fails only by a fault.
     """
 
     def __init__(self, sizes: OffloadSizes):
