@@ -75,9 +75,12 @@ class InprocScheduler:
             settings["disable_overlap_schedule"] = False
         self.scheduler: Optional[Any] = None
         self._stepper: Optional[Stepper] = None
+        self._sockets: List[Any] = []
         try:
-            self.scheduler = _build(settings)
+            with _recorded_sockets(self._sockets):
+                self.scheduler = _build(settings)
         except BaseException:
+            _close_sockets(self._sockets)
             _forget_globals()
             raise
         self.scheduler.send_to_tokenizer = self._sink
@@ -100,7 +103,7 @@ class InprocScheduler:
         self._stepper.stop()
         scheduler, self.scheduler, self._stepper = self.scheduler, None, None
         del scheduler.recv_requests
-        _close_sockets(scheduler)
+        _close_sockets(self._sockets)
         _drop_tensors(scheduler)
         del scheduler
         _forget_globals()
@@ -361,11 +364,25 @@ def _tokenized(rid: str, ids: Sequence[int], max_new_tokens: int, options: Dict[
     return TokenizedGenerateReqInput(rid=rid, **{**basics, **fields})
 
 
-def _close_sockets(scheduler) -> None:
-    for name in ("recv_from_tokenizer", "recv_from_rpc"):
-        socket = getattr(scheduler, name, None)
-        if socket is not None and hasattr(socket, "close"):
-            socket.close(linger=0)
+@contextlib.contextmanager
+def _recorded_sockets(sockets: List[Any]) -> Iterator[None]:
+    """While open, sockets that are made go to the list too."""
+    import zmq
+
+    make = zmq.Context.socket
+
+    def recording(context, *args, **kwargs):
+        sockets.append(make(context, *args, **kwargs))
+        return sockets[-1]
+
+    with mock.patch.object(zmq.Context, "socket", recording):
+        yield
+
+
+def _close_sockets(sockets: List[Any]) -> None:
+    """A context that is collected ahead of its open sockets waits for them for ever."""
+    while sockets:
+        sockets.pop().close(linger=0)
 
 
 def _drop_tensors(scheduler) -> None:

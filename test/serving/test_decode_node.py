@@ -4,10 +4,13 @@ The prefill node is stood in for by `Delivery`, so that a request stays in a sta
 compared with a decode node without the flag that got the same rows.
 """
 
+from unittest import mock
+
 import pytest
 from harness import offload
 from harness.delivery import Delivery, decode_node
 from harness.scheduler import InprocScheduler
+from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
 
 PROMPTS = offload.prompts((129, 300, 5, 200), seed=3)
 NEW_TOKENS = 24
@@ -141,27 +144,20 @@ def check_tokens(engine, rids, expected, gone=None):
     offload.check_idle(engine)
 
 
-def test_slots_wait_for_the_forward_in_flight(tiny_model):
-    """A prefill node may write to slots only when no forward of their last owner can, overlapped or not."""
-    from unittest import mock
-
-    from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
-
+def test_slots_wait_for_the_forward_in_flight(node):
+    """A prefill node may write to slots only when no forward of their last owner can."""
+    engine, delivery = node
     wait, waits = SparseCacheController.synchronize, []
 
     def recording(controller, forwards=False):
         waits.append((forwards, bool(offload.coordinator(engine)._released)))
         wait(controller, forwards)
 
-    with Delivery() as delivery, start(tiny_model, overlap=True) as engine:
-        delivery.engine = engine
-        with mock.patch.object(SparseCacheController, "synchronize", recording):
-            for i in range(2):
-                engine.submit(PROMPTS[2], 8 + 4 * i, **delivery.place(i))
-            first = list(engine.outputs)[0]
-            engine.step_until(lambda: first in engine.finished)
-            engine.submit(PROMPTS[0], 4, **delivery.place(2))
-            engine.step()
-            engine.drain()
+    with mock.patch.object(SparseCacheController, "synchronize", recording):
+        first, _ = [engine.submit(PROMPTS[2], 8 + 4 * i, **delivery.place(2)) for i in range(2)]
+        engine.step_until(lambda: first in engine.finished)
+        engine.submit(PROMPTS[0], 4, **delivery.place(0))
+        engine.step()
+        engine.drain()
     assert (True, True) in waits and (False, False) in waits
     assert all(forwards == released for forwards, released in waits)
