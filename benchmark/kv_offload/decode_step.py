@@ -64,6 +64,7 @@ def pool_bytes(engine) -> int:
     roots = [runner.token_to_kv_pool, runner.token_to_kv_pool_allocator, runner.req_to_token_pool]
     roots.append(getattr(scheduler, "hisparse_coordinator", None))
     device, seen, storages, open_objects = torch.device(engine.kv_pool.device).type, set(), {}, roots
+    host = set()  # on a CPU, all memory is of one type
     while open_objects:
         thing = open_objects.pop()
         if id(thing) in seen:
@@ -73,13 +74,15 @@ def pool_bytes(engine) -> int:
             if thing.device.type == device and not isinstance(thing, torch.nn.Parameter):
                 storage = thing.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
+        elif type(thing).__name__.endswith("PoolHost"):
+            host |= {t.untyped_storage().data_ptr() for t in vars(thing).values() if isinstance(t, torch.Tensor)}
         elif isinstance(thing, (list, tuple, set)):
             open_objects += thing
         elif isinstance(thing, dict):
             open_objects += thing.values()
         elif type(thing).__module__.startswith(KV_MODULES):
             open_objects += getattr(thing, "__dict__", {}).values()
-    return sum(storages.values())
+    return sum(size for pointer, size in storages.items() if pointer not in host)
 
 
 @contextlib.contextmanager
@@ -115,6 +118,7 @@ def decode_node(impl: str, model: Path, args, batches: list, new_tokens: int, **
         disable_radix_cache=True,
         disaggregation_mode="decode",
         disaggregation_transfer_backend="fake",
+        num_reserved_decode_tokens=1,  # the pool has room for what each request will make
         cuda_graph_bs=batches,
         cuda_graph_max_bs=batches[-1],
         max_running_requests=batches[-1],

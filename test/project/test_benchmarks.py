@@ -132,7 +132,7 @@ def test_capacity_counts_what_is_allocated(tiny_model, monkeypatch):
     capacity = load("capacity")
     step = capacity.decode_step
     monkeypatch.setattr(step, "TOP_K", offload.TOP_K)
-    args = argparse.Namespace(budget_gb=0.012, context=448, window=128, layers=3, dtype="bfloat16", warmup=1, steps=1, rounds=1)
+    args = argparse.Namespace(budget_gb=0.02, context=1984, window=128, layers=3, dtype="bfloat16", warmup=1, steps=1, rounds=1)
     args.miss_rates, args.impls = [0.1], ("dense", "ours")
     rows = list(capacity.measure(tiny_model, args, call=lambda function, *own: function(*own)))
     fit = {row["impl"]: row["requests_that_fit"] for row in rows}
