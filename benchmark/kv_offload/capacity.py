@@ -8,7 +8,6 @@ Each implementation is measured at the batches that fit the ones before it too, 
 The top-k is replayed (`replayed_topk.py`); without copies dense has no misses, so one miss rate is enough for it.
 """
 
-import argparse
 import copy
 import json
 import multiprocessing
@@ -66,16 +65,8 @@ def measure(model: Path, args, call: Callable = in_a_process) -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", type=Path, default=Path("build/models/slim"))
-    parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--window", type=int, default=4096)
-    parser.add_argument("--dtype", default="fp8_e4m3")
-    parser.add_argument("--warmup", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--miss-rates", nargs="*", type=float, default=[0.02, 0.134])
+    parser = decode_step.parser_of(__doc__)
+    parser.set_defaults(miss_rates=[0.02, 0.134], warmup=20, rounds=3)
     parser.add_argument("--impls", nargs="*", default=IMPLS, choices=IMPLS)
     parser.add_argument("--budget-gb", type=float, default=13.0)
     parser.add_argument("--contexts", nargs="*", type=int, default=[32768, 131072])

@@ -59,7 +59,7 @@ def randomize_index_keys(pool) -> None:
 
 
 def pool_bytes(engine) -> int:
-    """Device bytes of everything that holds KV or finds it: pools, index keys, tables, staging, as allocated."""
+    """Device bytes of everything that holds KV or finds it: pools, index keys, tables, staging, as allocated; no host pool."""
     runner, scheduler = engine.model_runner, engine.scheduler
     roots = [runner.token_to_kv_pool, runner.token_to_kv_pool_allocator, runner.req_to_token_pool]
     roots.append(getattr(scheduler, "hisparse_coordinator", None))
@@ -209,8 +209,9 @@ def time_steps(engine, args) -> tuple:
     return times, counts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(doc: str) -> argparse.ArgumentParser:
+    """What a server is and how its steps are timed."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, default=Path("build/models/slim"))
     parser.add_argument("--layers", type=int, default=20)
@@ -220,6 +221,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--miss-rates", nargs="*", type=float, help="replay top-k lists with these; unset: random index keys")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--impls", nargs="*", default=["dense", "ours", "hisparse"])
     parser.add_argument("--batches", nargs="*", type=int, default=[64])
     parser.add_argument("--context", type=int, default=32768)

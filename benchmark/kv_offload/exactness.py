@@ -159,9 +159,9 @@ def main() -> None:
         names += [f"{dtype}:{graphs}:overlap:3" for dtype in BACKENDS for graphs in ("graphs", "eager")]
     with deterministic_topk():
         for index, name in enumerate(names):
-            dtype, graphs, loop, *steps = name.split(":")
+            dtype, graphs, loop, steps = (name.split(":") + ["0"])[:4]
             off_runs = args.off_runs if index == 0 else 1
-            row = case(args, work, dtype, graphs == "graphs", loop == "overlap", int(*steps), off_runs)
+            row = case(args, work, dtype, graphs == "graphs", loop == "overlap", int(steps), off_runs)
             row = {"gpu": torch.cuda.get_device_name(), "requests": args.requests, "max_len": args.max_len, "new_tokens": args.new_tokens, **row}
             rows.append(row)
             print(json.dumps(row), flush=True)

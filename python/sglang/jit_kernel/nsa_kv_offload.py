@@ -106,7 +106,7 @@ def swap_topk(
     A verify step of speculative decoding has Q queries a request: their top-k lists stand one after the
     other, K entries in all, and all become resident together. Only the first query's token is sure to stay,
     so only its entries (``lasting``) count as uses: what the drafts alone select is there for this step, and
-    no younger after it.
+    is no younger after it; loaded, it is older than what was used in the last 16K steps.
 
     ``gather_misses`` must follow on the same stream before anything reads the device slots. Entries
     with the same position get the same slot and one load. Victims are the least recently used slots that
@@ -114,7 +114,7 @@ def swap_topk(
     power of two.
 
     Args:
-        topk: ``[B, K]`` int32 positions, -1 for none, contiguous; at most ``lru_slots`` entries a row.
+        topk: ``[B, K]`` int32 positions, -1 for none, contiguous; K at most ``lru_slots``.
         batch_windows: ``[B]`` int32 window of each batch row, -1 for padding; no window twice.
         batch_rows: ``[B]`` int32 request rows.
         seq_lens: ``[B]`` int32 length with this step's tokens; grows from step to step.

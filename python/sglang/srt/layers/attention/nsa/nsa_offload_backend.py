@@ -11,7 +11,6 @@ from sglang.srt.layers.attention.nsa_backend import (
     NativeSparseAttnBackend,
     NSAIndexerMetadata,
 )
-
 from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import is_decode_step
 
 if TYPE_CHECKING:
@@ -23,9 +22,10 @@ if TYPE_CHECKING:
 class NSAOffloadAttnBackend(NativeSparseAttnBackend):
     """The base backend, given page tables of device slots.
 
-    Decode, and a verify step, which the base runs as an extend, ask for unfused top-k (positions),
-    make them resident, and hand the base their device slots in place of its fused top-k. Prefill keeps the fused top-k and swaps the page
-    table it reads for one of staging slots. Attention kernels are the base's own.
+    Decode, and a verify step, which the base runs as an extend, ask for unfused top-k
+    (positions), make them resident, and hand the base their device slots in place of its fused
+    top-k. Prefill keeps the fused top-k and swaps the page table it reads for one of staging
+    slots. Attention kernels are the base's own.
     """
 
     # Set by the CUDA graph runner around a replay; None otherwise.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional
 
 from sglang.jit_kernel.nsa_kv_offload import MissQueue
+from sglang.srt.arg_groups.nsa_kv_offload_hook import FLAG
 from sglang.srt.configs.model_config import get_nsa_index_topk
 from sglang.srt.mem_cache.sparsity.nsa_offload.config import (
     CONFIG_FLAG,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FLAG = "--enable-decode-nsa-kv-offload"
 # Derived batches above this gain nothing: one decode step then moves gigabytes.
 MAX_DERIVED_REQUESTS = 256
 # Of the index key of one token and layer, and of a staging map entry.
