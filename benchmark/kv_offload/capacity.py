@@ -11,7 +11,7 @@ The top-k is replayed (`replayed_topk.py`); without copies dense has no misses, 
 import copy
 import json
 import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, Iterator, List
 
@@ -35,30 +35,39 @@ def rows_of(impl: str, args, model: Path, new_tokens: int, batches: List[int]) -
     return list(decode_step.measure(impl, model, args, new_tokens))
 
 
-def in_a_process(function: Callable, *args):
-    """Call in a process of its own: HiSparse leaves host memory registered, which the next server then cannot pin."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
+def in_processes(function: Callable, calls: List[tuple]) -> list:
+    """Call at once with each of the arguments, each in a process of its own: HiSparse leaves host memory registered, which the
+    next server of its process then cannot pin."""
+
+    def call(args: tuple):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(function, *args).result()
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(call, calls))
 
 
-def measure(model: Path, args, call: Callable = in_a_process) -> Iterator[dict]:
+def measure(model: Path, args, call_all: Callable = in_processes) -> Iterator[dict]:
     """Rows of one context.
+
+    Args:
+        call_all: a function and the arguments of each of its calls, to their results.
 
     Raises:
         ValueError: not one request fits.
         RuntimeError: a server took more than the budget.
     """
     new_tokens = decode_step.tokens_made(len(args.impls), args)
+    own = {impl: (impl, copy.copy(args), model, new_tokens) for impl in args.impls}
+    held = call_all(held_bytes, [(*own[impl], count) for impl in args.impls for count in PROBES])
     batches: List[int] = []
-    for impl in args.impls:
-        own = (impl, copy.copy(args), model, new_tokens)
-        low, high = (call(held_bytes, *own, count) for count in PROBES)
+    for impl, low, high in zip(args.impls, held[::2], held[1::2]):
         each = (high - low) / (PROBES[1] - PROBES[0])
         fit = int((args.budget_gb * 1e9 - low) // each) + PROBES[0]
         if fit < 1:
             raise ValueError(f"{impl}: a request of {args.context} tokens takes {each / 1e9:.2f} GB, over the budget")
         batches = sorted({*(batch for batch in batches if batch < fit), fit})
-        for row in call(rows_of, *own, batches):
+        for row in call_all(rows_of, [(*own[impl], batches)])[0]:
             if row["pool_gb"] > args.budget_gb:
                 raise RuntimeError(f"{impl}: {fit} requests take {row['pool_gb']} GB, over the budget")
             yield {"budget_gb": args.budget_gb, "requests_that_fit": fit, "request_gb": round(each / 1e9, 4), **row}

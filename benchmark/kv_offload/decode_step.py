@@ -25,6 +25,7 @@ from harness.scheduler import InprocScheduler
 
 FAKE_HOST = "2.2.2.2"
 TOP_K, PAGE = 2048, 64
+KV_BYTES, INDEX_BYTES = {"fp8_e4m3": 656, "bfloat16": 1152}, 132  # of a token in a layer
 DEVICE = "cuda" if ON_GPU else "cpu"
 KV_MODULES = ("sglang.srt.mem_cache", "sglang.srt.managers.hisparse", "sglang.jit_kernel")
 FIRST_STEPS = 8  # requests whose first decode step is timed
@@ -34,13 +35,20 @@ def impl_args(impl: str, args, requests: int, new_tokens: int) -> dict:
     """Server arguments of an implementation with room for so many requests, and no more."""
     slots = args.context + new_tokens + PAGE
     if impl == "hisparse":
-        # Its pool is sized in device slots, a buffer and a page for each request; the logical slots are a multiple of them.
-        ratio = max(1, slots // (args.window + PAGE))
+        # Its pool is sized in device slots: a buffer and a page for each request, and a free page, without which it would retract
+        # one, which it cannot. Index keys come with the logical slots, a whole multiple of them; the cheaper of two is taken.
+        least = args.window + 2 * PAGE
+
+        def device_slots(ratio: int) -> int:
+            return -(-max(requests * least, -(-requests * slots // ratio)) // PAGE) * PAGE
+
+        ratios = (max(1, slots // least), slots // least + 1)
+        ratio = min(ratios, key=lambda ratio: device_slots(ratio) * (KV_BYTES[args.dtype] + ratio * INDEX_BYTES))
         config = {"top_k": TOP_K, "device_buffer_size": args.window, "host_to_device_ratio": ratio}
         return {
             "enable_hisparse": True,
             "hisparse_config": json.dumps(config),
-            "max_total_tokens": -(-requests * slots // ratio // PAGE) * PAGE,
+            "max_total_tokens": device_slots(ratio),
         }
     more = {"max_total_tokens": requests * slots}
     if impl == "ours":

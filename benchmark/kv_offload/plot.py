@@ -1,7 +1,7 @@
 """Draws the committed measurements of a GPU beside each other.
 
     pip install -r benchmark/kv_offload/requirements-plot.txt
-    python benchmark/kv_offload/plot.py results/h200          # writes swap_layer.svg and decode_step.svg there
+    python benchmark/kv_offload/plot.py results/h200          # writes swap_layer.svg, decode_step.svg and capacity.svg there
 """
 
 import argparse
@@ -67,12 +67,37 @@ def decode_step(rows: list, out: Path) -> None:
     figure.savefig(out)
 
 
+def capacity(rows: list, out: Path) -> None:
+    contexts = list(dict.fromkeys(row["context"] for row in rows))
+    figure, axes = plt.subplots(1, 1 + len(contexts), figsize=(14, 4), width_ratios=[2] + [4] * len(contexts), layout="constrained")
+    impls = ["dense", "hisparse", "ours"]
+    fit = {(f"{row['context'] // 1024}K", row["impl"]): row["requests_that_fit"] for row in rows}
+    grouped(axes[0], [f"{context // 1024}K" for context in contexts], impls, fit, f"requests in {rows[0]['budget_gb']:g} GB")
+    for context, axis in zip(contexts, axes[1:]):
+        groups, values = set(), {}
+        for rate in {row["replayed_miss_rate"] for row in rows}:
+            for row in rows:
+                # With the flag off there are no copies, so one rate stands for all.
+                if row["context"] == context and (row["replayed_miss_rate"] == rate or row["impl"] == "dense"):
+                    name = f"batch {row['batch']}\n{rate:.1%} misses"
+                    groups.add((rate, row["batch"], name))
+                    values[name, row["impl"]] = row["tokens_per_s"] / 1000
+        grouped(axis, [name for *_, name in sorted(groups)], impls, values, "1000 tokens a second")
+        axis.tick_params(axis="x", labelsize=7)
+        axis.set_title(f"{context // 1024}K", fontsize=10)
+    axes[0].legend(fontsize=8, frameon=False)
+    first = rows[0]
+    text = f"{first['layers']} layers, {first['kv_dtype']}, window {first['window']}, replayed top-k"
+    figure.suptitle(f"The same device bytes, {first['gpu']}: {text}", fontsize=11)
+    figure.savefig(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="with the data of one GPU")
     folder = parser.parse_args().folder
-    plt.rcParams["svg.hashsalt"] = "kv_offload"  # the same data give the same file
-    for draw in (swap_layer, decode_step):
+    plt.rcParams["svg.hashsalt"] = "kv_offload"  # the same data give the same file, but for its date
+    for draw in (swap_layer, decode_step, capacity):
         data = folder / f"{draw.__name__}.json"
         draw(json.loads(data.read_text()), data.with_suffix(".svg"))
 

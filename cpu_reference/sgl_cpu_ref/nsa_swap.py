@@ -65,11 +65,19 @@ class _GatherParams(ctypes.Structure):
     ]
 
 
+class _StoreParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("device_layers", "host_layers", "device_slots", "host_slots")),
+        ("num_rows", ctypes.c_int),
+        ("num_layers", ctypes.c_int),
+    ]
+
+
 class Kernels:
-    """The two kernels, made from a folder of their sources.
+    """The three kernels, made from a folder of their sources.
 
     Args:
-        sources: folder with ``swap.cuh`` and ``gather.cuh``.
+        sources: folder with ``swap.cuh``, ``gather.cuh`` and ``store.cuh``.
         order: in which threads of a block run between barriers: ``forward``, ``backward`` or ``chance``.
         seed: for ``chance``.
     """
@@ -88,6 +96,9 @@ class Kernels:
 
     def gather_module(self, row_bytes: int) -> "_Gather":
         return _Gather(self._library(row_bytes=row_bytes), row_bytes, self._order, self._seed)
+
+    def store_module(self, row_bytes: int) -> "_Store":
+        return _Store(self._library(row_bytes=row_bytes), row_bytes, self._order, self._seed)
 
     def _library(self, entries: int = ENTRIES[0], row_bytes: int = ROW_BYTES[0]) -> ctypes.CDLL:
         files = [path for folder in (self._sources, HERE) for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -148,6 +159,19 @@ class _Gather:
         _call(self._library.nsa_gather, self._size, params, min(blocks, 3), self._order, self._seed)
 
 
+class _Store:
+    def __init__(self, library, size: int, order: int, seed: int) -> None:
+        self._library, self._size, self._order, self._seed = library, size, order, seed
+
+    def run(self, device_layers, host_layers, device_slots, host_slots, blocks) -> None:
+        _check_contiguous(device_layers, host_layers, device_slots, host_slots)
+        _check_dtype(torch.uint64, device_layers, host_layers)
+        _check_dtype(torch.int64, device_slots, host_slots)
+        tensors = (device_layers, host_layers, device_slots, host_slots)
+        params = _StoreParams(*(tensor.data_ptr() for tensor in tensors), len(host_slots), len(host_layers))
+        _call(self._library.nsa_store, self._size, params, min(blocks, 3), self._order, self._seed)
+
+
 def _queue(tensors) -> _MissQueue:
     return _MissQueue(*(tensor.data_ptr() for tensor in tensors), len(tensors[0]) // 2)
 
@@ -199,3 +223,4 @@ def install(order: str = "forward") -> None:
     made = Kernels(KERNEL_PATH / "csrc" / "nsa_kv_offload", order)
     nsa_kv_offload._swap_module = made.swap_module
     nsa_kv_offload._gather_module = made.gather_module
+    nsa_kv_offload._store_module = made.store_module

@@ -134,7 +134,11 @@ def test_capacity_counts_what_is_allocated(tiny_model, monkeypatch):
     monkeypatch.setattr(step, "TOP_K", offload.TOP_K)
     args = argparse.Namespace(budget_gb=0.02, context=1984, window=128, layers=3, dtype="bfloat16", warmup=1, steps=1, rounds=1)
     args.miss_rates, args.impls = [0.1], ("dense", "ours")
-    rows = list(capacity.measure(tiny_model, args, call=lambda function, *own: function(*own)))
+
+    def one_by_one(function, calls):
+        return [function(*own) for own in calls]
+
+    rows = list(capacity.measure(tiny_model, args, call_all=one_by_one))
     fit = {row["impl"]: row["requests_that_fit"] for row in rows}
     assert [(row["impl"], row["batch"]) for row in rows] == [
         ("dense", fit["dense"]),
@@ -147,4 +151,4 @@ def test_capacity_counts_what_is_allocated(tiny_model, monkeypatch):
         assert held[0] <= args.budget_gb * 1e9 < held[1]
     args.budget_gb = 0.0001
     with pytest.raises(ValueError, match="over the budget"):
-        list(capacity.measure(tiny_model, args, call=lambda function, *own: function(*own)))
+        list(capacity.measure(tiny_model, args, call_all=one_by_one))

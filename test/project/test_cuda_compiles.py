@@ -13,11 +13,13 @@ INSTANCES = (
     "Swap<1024, 4>",  # two lists of it; of more, values spill to the stack
     "Gather<512, 656, 4>",  # fp8 rows
     "Gather<512, 1152, 4>",  # bf16 rows
+    "Store<512, 656, 4>",
+    "Store<512, 1152, 4>",
 )
 
 
 # Calls the wrappers as Python does, with tensors that claim to be on a GPU. A swap of no rows returns before its launch; a
-# gather comes as far as the launch, which says that there is no GPU.
+# gather and a store come as far as the launch, which says that there is no GPU.
 CALL = """
 #include "nsa_kv_offload/launch.cuh"
 #include <iostream>
@@ -46,6 +48,13 @@ int main() {
   Tensor host({10000, 656}, kDLUInt, 8, kDLCPU), device({40000, 656}, kDLUInt, 8);
   try {
     nsa_kv_offload::Gather<512, 656, 4>::run(host, device, list, list, wanted, target, state, 1024, 32);
+  } catch (const std::exception& error) {
+    std::cout << error.what() << std::endl;
+  }
+  Tensor layers({61}, kDLUInt, 64), slots({128}, kDLInt, 64), no_slots({0}, kDLInt, 64);
+  nsa_kv_offload::Store<512, 656, 4>::run(layers, layers, no_slots, no_slots, 16);
+  try {
+    nsa_kv_offload::Store<512, 656, 4>::run(layers, layers, slots, slots, 16);
   } catch (const std::exception& error) {
     std::cout << error.what() << std::endl;
   }

@@ -32,13 +32,9 @@ def need_kernels() -> None:
         raise unittest.SkipTest("needs a GPU or g++")
     from sglang.jit_kernel import nsa_kv_offload
 
-    before = nsa_kv_offload._swap_module, nsa_kv_offload._gather_module
+    for name in ("_swap_module", "_gather_module", "_store_module"):
+        unittest.addModuleCleanup(setattr, nsa_kv_offload, name, getattr(nsa_kv_offload, name))
     nsa_swap.install(order="chance")
-    unittest.addModuleCleanup(_restore, nsa_kv_offload, *before)
-
-
-def _restore(kernels, swap_module, gather_module) -> None:
-    kernels._swap_module, kernels._gather_module = swap_module, gather_module
 
 
 _FOLDER = tempfile.TemporaryDirectory()

@@ -382,9 +382,9 @@ class TestFaultsAreSeen(CustomTestCase):
     COPY_FAULTS = {
         "layer offset lost, to the device": (controller, "self._rows(self._device_kv[layer])", "self._rows(self._device_kv[0])"),
         "layer of the source lost": (controller, "self._rows(self._host_kv[layer])", "self._rows(self._host_kv[0])"),
-        "layer offset lost, to the host": (controller, "dst=self._host_kv[layer]", "dst=self._host_kv[0]"),
-        "host and device slots swapped, to the host": (controller, "                    src_indices=device_slots,\n                    dst_indices=host_slots,", "                    src_indices=host_slots % 448,\n                    dst_indices=device_slots,"),
-        "one layer written back": (controller, "num_layers=self._num_layers", "num_layers=1) if False else transfer_kv_per_layer_mla(src=self._device_kv[0], dst=self._host_kv[0], src_indices=device_slots, dst_indices=host_slots, item_size=self._row_bytes"),
+        "layer offset lost, to the host": (controller, "self._store(slice(layer, layer + 1),", "self._store(slice(0, 1),"),
+        "host and device slots swapped, to the host": (controller, "                device_slots,\n                host_slots,", "                host_slots % 448,\n                device_slots,"),
+        "one layer written back": (controller, "self._store(slice(None),", "self._store(slice(0, 1),"),
     }  # fmt: skip
     STEP_FAULTS = {
         "host slots of one request for all": (adaptor, "            batch_rows,\n", "            batch_rows * 0 + 1,\n"),

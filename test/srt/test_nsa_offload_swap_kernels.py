@@ -1,4 +1,4 @@
-"""The swap and gather kernels of decode KV offloading against plain Python, bit for bit.
+"""The kernels of decode KV offloading against plain Python, bit for bit.
 
 On a GPU where there is one; elsewhere their source runs on the CPU, where that is installed.
 """
@@ -41,7 +41,12 @@ if on_cpu is not None:
 def run_on_cpu(order="forward", seed=0, sources=SOURCES):
     """While open, the kernels' source runs on the CPU, its threads in the given order."""
     made = on_cpu.Kernels(sources, order, seed)
-    return mock.patch.multiple(kernels, _swap_module=made.swap_module, _gather_module=made.gather_module)
+    return mock.patch.multiple(
+        kernels,
+        _swap_module=made.swap_module,
+        _gather_module=made.gather_module,
+        _store_module=made.store_module,
+    )
 
 
 def run_swap(case):
@@ -178,6 +183,42 @@ class TestSwap(CustomTestCase):
             for order in dict.fromkeys(order for _, order in self.modes()):
                 with self.subTest(num_host_rows=num_host_rows, order=order):
                     self.compare_gather(num_host_rows * (16 if ON_GPU else 1), density, order)
+
+    def compare_store(self, num_layers, host_slots, order, row_bytes=656):
+        """Every byte of both pools, the rows that are not copied too."""
+        generator = torch.Generator().manual_seed(len(host_slots))
+        num_rows = len(host_slots) + 200
+
+        def rows():
+            return torch.randint(0, 256, (num_layers, num_rows, row_bytes), dtype=torch.uint8, generator=generator)
+
+        def addresses(layers):
+            return torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.uint64, device=DEVICE)
+
+        device, host = rows().to(DEVICE), rows()
+        host = host.pin_memory() if ON_GPU else host
+        # As pages lie: runs that begin anywhere.
+        device_slots = (torch.arange(len(host_slots)) * 65 // 64 + 3).flip(0)
+        before, expected = device.clone(), host.clone()
+        expected[:, host_slots] = device[:, device_slots.to(DEVICE)].cpu()
+        with self.on(order):
+            kernels.store_rows(
+                *(addresses(device), addresses(host), device_slots.to(DEVICE), host_slots.to(DEVICE), row_bytes)
+            )
+            if ON_GPU:
+                torch.cuda.synchronize()
+        self.assertTrue(torch.equal(host, expected), "host rows")
+        self.assertTrue(torch.equal(device, before), "device rows")
+
+    def test_store(self):
+        """No row, one, tiles that are full or not, more tiles than blocks; runs of rows and scattered ones."""
+        for num_layers, count in ((1, 0), (3, 1), (1, 64), (3, 65), (2, 700 if ON_GPU else 200), (61, 128)):
+            for order in dict.fromkeys(order for _, order in self.modes()):
+                for row_bytes in ROW_BYTES:
+                    with self.subTest(layers=num_layers, rows=count, order=order, row_bytes=row_bytes):
+                        scattered = torch.randperm(count + 150, generator=torch.Generator().manual_seed(count))[:count]
+                        self.compare_store(num_layers, scattered, order, row_bytes)
+                        self.compare_store(num_layers, torch.arange(count) + 7, order, row_bytes)
 
     def test_duplicates_share_a_slot_and_a_load(self):
         for seed in range(12):
@@ -396,6 +437,13 @@ class TestFaults(CustomTestCase):
         "last rows of the list dropped": ("gather.cuh", "first < num_rows; first +=", "first + share <= num_rows - 1; first +="),
         "rows wanted again forgotten": ("gather.cuh", "queue.state[kAgain],", "0,"),
         "bits of listed rows left behind": ("gather.cuh", "queue.wanted[queue.host_slots[i] / 32] = 0;", ""),
+        "no barrier before the next tile": ("store.cuh", "__syncthreads();  // the tile before has been read", ""),
+        "no barrier after a tile's slots": ("store.cuh", "    }\n    __syncthreads();", "    }"),
+        "rows of another tile": ("store.cuh", "params.host_slots[first_row + thread]", "params.host_slots[thread]"),
+        "rows of another layer": ("store.cuh", "params.host_layers[layer]", "params.host_layers[0]"),
+        "last tile dropped": ("store.cuh", "(params.num_rows + kStoreTile - 1) / kStoreTile", "params.num_rows / kStoreTile"),
+        "a tile's end not copied": ("store.cuh", "first < rows * kUnits;", "first < rows * kUnits - kUnits;"),
+        "host and device slot swapped in a store": ("store.cuh", "host_rows[shared.host_slots[row]", "host_rows[shared.device_slots[row]"),
         "host and device slot swapped": ("gather.cuh", "static_cast<int64_t>(targets[i])", "static_cast<int64_t>(host_slots[i])"),
     }
 
@@ -440,6 +488,9 @@ class TestFaults(CustomTestCase):
                     for ordered in (True, False):
                         test.compare(case, ordered, order, ROW_BYTES[seed % 2], seed)
                     test.check_duplicates(seed, seed % 2 == 0, order)
+                    if seed == 0:
+                        for count in (65, 200):
+                            test.compare_store(3, torch.randperm(count), order)
                     if seed < 3:
                         for num_host_rows, density in ((5000, 0.8), (17001, 0.03), (40000, 0.0005)):
                             test.compare_gather(num_host_rows, density, order, seed)

@@ -1,8 +1,9 @@
-// The swap and gather kernels of decode KV offloading, as functions for the CPU. Compiled with the kernels'
+// The kernels of decode KV offloading, as functions for the CPU. Compiled with the kernels'
 // folder on the include path; ENTRIES and ROW_BYTES list the instances.
 #include "cuda_on_cpu.h"
 // (the kernels below see the names above as CUDA's own)
 #include "gather.cuh"
+#include "store.cuh"
 #include "swap.cuh"
 
 namespace nsa_kv_offload {
@@ -36,6 +37,18 @@ const char* run_gather(int row_bytes, const GatherParams& params, int blocks, in
   return error;
 }
 
+template <int... kRowBytes>
+const char* run_store(int row_bytes, const StoreParams& params, int blocks, int order, unsigned seed) {
+  const char* error = "no store kernel of this size was built";
+  ((row_bytes == kRowBytes
+        ? void(error = cuda_on_cpu::launch(
+                   blocks, kThreads, static_cast<cuda_on_cpu::Order>(order), seed, shared_memory, sizeof(shared_memory),
+                   [&] { store_kernel<kThreads, kRowBytes, kRows>(params); }))
+        : void()),
+   ...);
+  return error;
+}
+
 }  // namespace
 }  // namespace nsa_kv_offload
 
@@ -49,4 +62,8 @@ extern "C" int nsa_swap_shared_bytes(int entries, int lru_slots) { return swap_s
 
 extern "C" const char* nsa_gather(int row_bytes, const GatherParams* params, int blocks, int order, unsigned seed) {
   return run_gather<ROW_BYTES>(row_bytes, *params, blocks, order, seed);
+}
+
+extern "C" const char* nsa_store(int row_bytes, const StoreParams* params, int blocks, int order, unsigned seed) {
+  return run_store<ROW_BYTES>(row_bytes, *params, blocks, order, seed);
 }

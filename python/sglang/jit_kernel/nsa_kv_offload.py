@@ -1,10 +1,10 @@
-"""One layer's swap of decode KV offloading: CUDA kernels that make a top-k resident in device windows.
+"""CUDA kernels of decode KV offloading: a layer's top-k into device windows, and new rows to the host.
 
-Two launches a layer. ``swap_topk`` (a block a request) splits the top-k into hits and misses by a
+A swap is two launches a layer. ``swap_topk`` (a block a request) splits the top-k into hits and misses by a
 direct table, gives the misses the least recently used slots, keeps the tables, and queues what to load;
 ``gather_misses`` copies the queue's rows over as many blocks as fill the link. Its launch overlaps the
-swap, and waits for the swap's end before it reads: that is their only barrier. Both read how much there is to do on the device, so a CUDA graph can
-replay them.
+swap, and waits for the swap's end before it reads: that is their only barrier. Both read on the device how much there is to do,
+so a CUDA graph can replay them. ``store_rows`` is the way back.
 
 Words: *position* in a sequence; *host slot*, row of the host pool; *window offset*, slot in a
 request's window, the LRU part first and then the ring of newest rows; *device slot*, row of the device
@@ -26,6 +26,9 @@ SWAP_THREADS = 1024
 GATHER_THREADS = 512
 GATHER_BLOCKS = 32
 GATHER_ROWS_IN_FLIGHT = 4  # a warp
+STORE_THREADS = 512
+STORE_BLOCKS = 8
+STORE_UNITS_IN_FLIGHT = 4  # a thread
 # Fewer rows are gathered as listed: to find their order costs more than scattered reads.
 ORDER_MIN_ROWS = 1024
 _NUM_STATES = 4
@@ -82,6 +85,7 @@ def compile_kernels(top_k: int, row_bytes: int) -> None:
     """Compile what a server will need, or load it from SGLang's JIT cache: before it serves, not in its first step."""
     _swap_module(top_k)
     _gather_module(row_bytes)
+    _store_module(row_bytes)
 
 
 def swap_topk(
@@ -176,6 +180,29 @@ def gather_misses(
     )
 
 
+def store_rows(
+    device_layers: torch.Tensor,
+    host_layers: torch.Tensor,
+    device_slots: torch.Tensor,
+    host_slots: torch.Tensor,
+    row_bytes: int,
+    blocks: int = STORE_BLOCKS,
+) -> None:
+    """Copy the same rows of some layers from the device to the host pool.
+
+    Rows that follow each other in both pools are copied as one run of bytes.
+
+    Args:
+        device_layers: ``[L]`` uint64 addresses of the layers' rows on the device.
+        host_layers: ``[L]`` uint64 addresses of the layers' pinned rows on the host.
+        device_slots: ``[n]`` int64; n may be 0.
+        host_slots: ``[n]`` int64, none twice.
+        row_bytes: a multiple of 16.
+        blocks: thread blocks; few fill the link.
+    """
+    _store_module(row_bytes).run(device_layers, host_layers, device_slots, host_slots, blocks)
+
+
 @cache_once
 def _swap_module(top_k: int) -> Module:
     args = make_cpp_args(SWAP_THREADS, -(-top_k // SWAP_THREADS))
@@ -195,4 +222,15 @@ def _gather_module(row_bytes: int) -> Module:
         *args,
         cuda_files=["nsa_kv_offload/launch.cuh"],
         cuda_wrappers=[("run", f"nsa_kv_offload::Gather<{args}>::run")],
+    )
+
+
+@cache_once
+def _store_module(row_bytes: int) -> Module:
+    args = make_cpp_args(STORE_THREADS, row_bytes, STORE_UNITS_IN_FLIGHT)
+    return load_jit(
+        "nsa_kv_offload_store",
+        *args,
+        cuda_files=["nsa_kv_offload/launch.cuh"],
+        cuda_wrappers=[("run", f"nsa_kv_offload::Store<{args}>::run")],
     )

@@ -4,6 +4,7 @@
 #include <sgl_kernel/utils.cuh>
 
 #include "gather.cuh"
+#include "store.cuh"
 #include "swap.cuh"
 #include <cstdint>
 #include <tvm/ffi/container/tensor.h>
@@ -150,6 +151,35 @@ struct Gather {
     // Overlaps its launch with the end of the swap before it.
     LaunchKernel(blocks, kThreads, device.unwrap(), sizeof(GatherShared))
         .enable_pdl(true)(gather_kernel<kThreads, kRowBytes, kRows>, params);
+  }
+};
+
+template <int kThreads, int kRowBytes, int kInFlight>
+struct Store {
+  static void
+  run(const tvm::ffi::TensorView device_layers,
+      const tvm::ffi::TensorView host_layers,
+      const tvm::ffi::TensorView device_slots,
+      const tvm::ffi::TensorView host_slots,
+      const int64_t blocks) {
+    using namespace host;
+    auto L = SymbolicSize{"layers"};
+    auto N = SymbolicSize{"rows"};
+    auto device = SymbolicDevice{};
+    TensorMatcher({L}).with_dtype<uint64_t>().with_device<kDLCUDA>(device).verify(device_layers).verify(host_layers);
+    TensorMatcher({N}).with_dtype<int64_t>().with_device<kDLCUDA>(device).verify(device_slots).verify(host_slots);
+    const int64_t tiles = (N.unwrap() + kStoreTile - 1) / kStoreTile * L.unwrap();
+    RuntimeCheck(tiles < INT32_MAX, N.unwrap(), " rows of ", L.unwrap(), " layers are too many");
+    if (tiles == 0) return;
+    const auto params = StoreParams{
+        static_cast<const uint64_t*>(device_layers.data_ptr()),
+        static_cast<const uint64_t*>(host_layers.data_ptr()),
+        static_cast<const int64_t*>(device_slots.data_ptr()),
+        static_cast<const int64_t*>(host_slots.data_ptr()),
+        static_cast<int>(N.unwrap()),
+        static_cast<int>(L.unwrap())};
+    LaunchKernel(blocks < tiles ? blocks : tiles, kThreads, device.unwrap(), sizeof(StoreShared))(
+        store_kernel<kThreads, kRowBytes, kInFlight>, params);
   }
 };
 

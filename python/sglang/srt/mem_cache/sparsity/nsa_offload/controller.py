@@ -6,9 +6,8 @@ from collections import deque
 from typing import Optional
 
 import torch
-from sgl_kernel.kvcacheio import transfer_kv_all_layer_mla, transfer_kv_per_layer_mla
 
-from sglang.jit_kernel.nsa_kv_offload import MissQueue, gather_misses
+from sglang.jit_kernel.nsa_kv_offload import MissQueue, gather_misses, store_rows
 from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
 
@@ -38,7 +37,6 @@ class SparseCacheController:
         self._host_kv = host_pool.kv_buffer
         self._host_ptrs = host_pool.layer_ptrs
         self._row_bytes = host_pool.row_bytes
-        self._num_layers = device_pool.layer_num
         self._module = torch.get_device_module(device_pool.device)
         self._on_gpu = torch.device(device_pool.device).type != "cpu"
         self._store_stream = self._module.Stream()
@@ -71,17 +69,7 @@ class SparseCacheController:
             device_slots: ``[n]`` int64 staging slots.
             host_slots: ``[n]`` int64.
         """
-        with self._after_current(self._store_stream, device_slots, host_slots):
-            # The kernel divides by the number of rows; an idle batch has none.
-            if host_slots.numel():
-                transfer_kv_per_layer_mla(
-                    src=self._device_kv[layer],
-                    dst=self._host_kv[layer],
-                    src_indices=device_slots,
-                    dst_indices=host_slots,
-                    item_size=self._row_bytes,
-                )
-            self._stored = self._record(self._store_stream)
+        self._store(slice(layer, layer + 1), device_slots, host_slots)
         if layer == 0:
             self.rows_stored += host_slots.numel()
         self._note_copy()
@@ -95,16 +83,7 @@ class SparseCacheController:
         """
         if not host_slots.numel():
             return
-        with self._after_current(self._store_stream, device_slots, host_slots):
-            transfer_kv_all_layer_mla(
-                src_layers=self._device_ptrs,
-                dst_layers=self._host_ptrs,
-                src_indices=device_slots,
-                dst_indices=host_slots,
-                item_size=self._row_bytes,
-                num_layers=self._num_layers,
-            )
-            self._stored = self._record(self._store_stream)
+        self._store(slice(None), device_slots, host_slots)
         self.rows_stored += host_slots.numel()
         self._note_copy()
 
@@ -149,6 +128,19 @@ class SparseCacheController:
             self._stored.synchronize()
         if forwards and self._forward_stream is not None:
             self._forward_stream.synchronize()
+
+    def _store(
+        self, layers: slice, device_slots: torch.Tensor, host_slots: torch.Tensor
+    ) -> None:
+        with self._after_current(self._store_stream, device_slots, host_slots):
+            store_rows(
+                self._device_ptrs[layers],
+                self._host_ptrs[layers],
+                device_slots,
+                host_slots,
+                self._row_bytes,
+            )
+            self._stored = self._record(self._store_stream)
 
     def _rows(self, layer_kv: torch.Tensor) -> torch.Tensor:
         return layer_kv.view(torch.uint8).view(-1, self._row_bytes)
