@@ -7,7 +7,9 @@ types; the record does.
 import threading
 from contextlib import contextmanager
 from typing import Iterator, List, NamedTuple, Optional
+from unittest import mock
 
+PROGRESS_DELAY_US = 1000
 _local = threading.local()
 
 
@@ -32,13 +34,24 @@ def recording() -> Iterator[List[Request]]:
 
 
 def map_vram_to_dram() -> None:
-    """Replace ``nixl_agent`` by a subclass that registers and describes "VRAM" as "DRAM". No-op without nixl."""
+    """Replace ``nixl_agent`` by a subclass that registers and describes "VRAM" as "DRAM". No-op without nixl.
+
+    Its progress thread, which spins on a core of its own in each process, waits a millisecond between its rounds.
+    """
     try:
         import nixl._api as api
     except ImportError:
         return
 
+    class PatientConfig(api.nixlBind.nixlAgentConfig):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, PROGRESS_DELAY_US if name == "pthrDelay" else value)
+
     class DramAgent(api.nixl_agent):
+        def __init__(self, *args, **kwargs):
+            with mock.patch.object(api.nixlBind, "nixlAgentConfig", PatientConfig):
+                super().__init__(*args, **kwargs)
+
         def register_memory(self, reg_list, mem_type=None, *args, **kwargs):
             _record("register_memory", mem_type, reg_list)
             return super().register_memory(reg_list, _place(mem_type), *args, **kwargs)

@@ -42,10 +42,11 @@ def activate() -> None:
         _replace_indexer_leaves()
         _replace_attention_leaves()
         _fit_host_memory()
-        from sgl_cpu_ref import hisparse, nsa_swap, slow_rank, speculation
+        from sgl_cpu_ref import hisparse, matmul, nsa_swap, slow_rank, speculation
 
         if _has_module("sglang.jit_kernel.nsa_kv_offload"):  # a patched tree; stock SGLang has no such kernels
             nsa_swap.install()
+        matmul.install()
         hisparse.enable_on_cpu()
         slow_rank.install()
         speculation.install()

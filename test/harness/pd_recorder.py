@@ -1,15 +1,17 @@
 """An SGLang plugin for the servers of a pair: writes down where latent rows and index keys were sent.
 
-Loaded where `install` has put its entry point on the path and ``PD_RECORD`` names a folder. On one machine all memory is
+Loaded where `install` has put its entry point on the path; writes to the folder that ``PD_RECORD`` names. On one machine all memory is
 alike, so equal tokens alone do not show that a transfer went to the right kind of memory; the addresses do. Servers load a
 copy, which imports nothing of the harness: a stock server's path must not get the patched tree.
 """
 
+import atexit
 import functools
 import importlib
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -19,12 +21,21 @@ METADATA = "Metadata-Version: 2.1\nName: pd-recorder\nVersion: 0\n"
 
 def install(folder: Path) -> Dict[str, str]:
     """Prepare a folder for records; returns the environment of the servers, ``PYTHONPATH`` holding what to add to it."""
+    folder.mkdir(parents=True)
+    return {"PD_RECORD": str(folder), "PYTHONPATH": _plugin()}
+
+
+@functools.cache
+def _plugin() -> str:
+    """The folder with the plugin; one, so that servers forked from one parent can share it."""
+    folder = Path(tempfile.mkdtemp(prefix="pd_recorder-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     info = folder / "pd_recorder-0.dist-info"
-    info.mkdir(parents=True)
+    info.mkdir()
     (info / "METADATA").write_text(METADATA)
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     shutil.copy(__file__, folder / "pd_recorder.py")
-    return {"PD_RECORD": str(folder), "PYTHONPATH": str(folder)}
+    return str(folder)
 
 
 def read(folder: Path, name: str) -> List[Dict[str, Any]]:
@@ -36,8 +47,6 @@ def read(folder: Path, name: str) -> List[Dict[str, Any]]:
 
 def activate() -> None:
     """Entry point, called in the launcher and in each scheduler process."""
-    if "PD_RECORD" not in os.environ:
-        return
     for backend, manager in (("mooncake", "MooncakeKVManager"), ("nixl", "NixlKVManager")):
         try:
             module = importlib.import_module(f"sglang.srt.disaggregation.{backend}.conn")

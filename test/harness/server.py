@@ -18,7 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Set
 
+from harness import prefork
 from harness.environment import child_environment
+
+preforked = False
+"""Whether servers are forked from a process that has imported SGLang (`prefork.py`); tests that start many say so."""
 
 READY_S = 600
 REQUEST_S = 300
@@ -73,14 +77,19 @@ class Server:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(log)
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
+        command = ["--model-path", str(model_path)]
         command += ["--device", "cpu", "--attention-backend", "nsa", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--mem-fraction-static", "0.1", "--max-total-tokens", "20032", "--max-running-requests", "16"]
         command += ["--skip-server-warmup", *args]
-        with open(self.log, "wb") as out:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=child_environment(**(env or {})), start_new_session=True
-            )
+        environment = child_environment(**(env or {}))
+        if preforked:
+            self.process = prefork.start(command, self.log, environment)
+        else:
+            command = [sys.executable, "-m", "sglang.launch_server", *command]
+            with open(self.log, "wb") as out:
+                self.process = subprocess.Popen(
+                    command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                )
         if wait:
             try:
                 self.wait_ready()
@@ -108,8 +117,11 @@ class Server:
         self._fail(f"not ready after {timeout_s} s")
 
     def stop(self) -> None:
-        """End the server and every process it started; idempotent."""
-        if self.process.poll() is None:
+        """End the server and every process it started; idempotent.
+
+        A server takes five seconds to end by itself, which those that are forked for tests are not given.
+        """
+        if self.process.poll() is None and not preforked:
             self.process.send_signal(signal.SIGTERM)
             try:
                 self.process.wait(timeout=10)

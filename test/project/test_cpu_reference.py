@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sgl_cpu_ref import allocator, hadamard, index_buffer, kv_pool, mqa_logits, quant, sparse_mla, topk
+from sgl_cpu_ref import allocator, hadamard, index_buffer, kv_pool, matmul, mqa_logits, quant, sparse_mla, topk
 
 
 class Pool:
@@ -161,6 +161,27 @@ def test_packed_rows_keep_rope_bits_and_gather():
     out = quant.dequantize_k_cache_paged(packed, slots)
     assert torch.equal(out[:, 0, 512:], k[slots, 512:])
     torch.testing.assert_close(out[:, 0, :512].float(), k[slots, :512].float(), rtol=0.07, atol=0.02)
+
+
+def test_bf16_products_are_rounded_once_and_batch_invariant():
+    x, weight, bias = (torch.randn(*size, dtype=torch.bfloat16) for size in ((33, 256), (48, 256), (48,)))
+    out = matmul.linear(x, weight, bias)
+    assert torch.equal(out, (x.double() @ weight.double().T + bias.double()).to(torch.bfloat16))
+    assert torch.equal(out, torch.cat([matmul.linear(row, weight, bias) for row in x.split(1)]))
+    left, right = torch.randn(4, 33, 128, dtype=torch.bfloat16), torch.randn(4, 128, 64, dtype=torch.bfloat16)
+    product = matmul.bmm(left, right)
+    assert torch.equal(product, (left.double() @ right.double()).to(torch.bfloat16))
+    strided = torch.zeros(33, 4, 64, dtype=torch.bfloat16).transpose(0, 1)
+    assert matmul.bmm(left, right, out=strided) is strided and torch.equal(strided, product)
+
+
+def test_a_weight_that_changes_is_converted_again():
+    weight = torch.nn.Parameter(torch.randn(8, 16, dtype=torch.bfloat16), requires_grad=False)
+    x = torch.randn(3, 16, dtype=torch.bfloat16)
+    matmul.linear(x, weight)
+    weight.data.fill_(1.0)
+    weight.copy_(weight * 2)
+    assert torch.equal(matmul.linear(x, weight), (x.double() @ weight.double().T).to(torch.bfloat16))
 
 
 def test_hadamard_against_definition():

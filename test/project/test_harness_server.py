@@ -2,8 +2,11 @@
 
 import os
 import random
+import signal
 
+import psutil
 import pytest
+from harness import server as harness_server
 from harness.environment import python_path
 from harness.scheduler import InprocScheduler
 from harness.server import Server, ServerError
@@ -64,3 +67,23 @@ def test_server_equals_scheduler_and_interprets_kernels(tiny_model, tmp_path, pr
 def test_a_server_that_dies_says_why(tiny_model, tmp_path):
     with pytest.raises(ServerError, match="no-such-option"):
         Server(tiny_model, tmp_path / "server.log", ["--no-such-option"])
+
+
+def test_a_forked_server_is_a_server(tiny_model, tmp_path, monkeypatch):
+    """Tokens, processes and a log of its own, an end by signal, and the exit code of one that fails."""
+    monkeypatch.setattr(harness_server, "preforked", True)
+    prompt = list(range(3, 80))
+    with InprocScheduler(tiny_model, disable_radix_cache=True) as engine:
+        (expected,) = engine.run([prompt], 8)
+    with Server(tiny_model, tmp_path / "server.log", ["--disable-radix-cache"]) as server:
+        assert server.generate(prompt, 8)["output_ids"] == expected
+        processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+        assert len(processes) == 3
+        assert "Uvicorn running" in server.log_tail()
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(timeout=60)
+        _, alive = psutil.wait_procs(processes[1:], timeout=30)
+        # Where process 1 does not collect those whose parent has died they stay, dead.
+        assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+    with pytest.raises(ServerError, match="exit code 2(.|\n)*no-such-option"):
+        Server(tiny_model, tmp_path / "wrong.log", ["--no-such-option"])

@@ -128,7 +128,7 @@ def refused_rows_are_written_as_the_next(stack):
 def every_other_row_is_written_back(stack):
     write = SparseCacheController.write_back
     stack.enter_context(
-        mock.patch.object(SparseCacheController, "write_back", lambda self, d, h: write(self, d[::2], h[::2]))
+        mock.patch.object(SparseCacheController, "write_back", lambda self, d, h: write(self, d[::2].contiguous(), h[::2].contiguous()))
     )
 
 
