@@ -3,7 +3,7 @@
     HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/decode_step.py --out decode_step.json
 
 With ``--miss-rates`` the top-k is replayed (`replayed_topk.py`), in every implementation alike; 0 is the cost without copies. One
-engine an implementation serves all batches and miss rates. Without, index keys are filled at random, since the fake transfer backend delivers no bytes: queries then select rows all over
+engine an implementation serves all batches and miss rates; ``ours_unsaved`` is ours without the copies of new rows to the host. Without, index keys are filled at random, since the fake transfer backend delivers no bytes: queries then select rows all over
 the context. Ours counts its misses on the GPU, and they are reported.
 """
 
@@ -14,6 +14,7 @@ import statistics
 import time
 from pathlib import Path
 from typing import Iterator
+from unittest import mock
 
 import harness  # noqa: F401  (sets the environment; before sglang and torch)
 
@@ -51,7 +52,7 @@ def impl_args(impl: str, args, requests: int, new_tokens: int) -> dict:
             "max_total_tokens": device_slots(ratio),
         }
     more = {"max_total_tokens": requests * slots}
-    if impl == "ours":
+    if impl.startswith("ours"):
         more["enable_decode_nsa_kv_offload"] = True
         more["decode_nsa_kv_offload_config"] = json.dumps({"window_size": args.window})
     return more
@@ -149,6 +150,16 @@ def measure(impl: str, model: Path, args, new_tokens: int = 0) -> Iterator[dict]
     Args:
         new_tokens: of a request; 0 for as many as will be made.
     """
+    if impl == "ours_unsaved":
+        from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
+
+        with mock.patch.object(SparseCacheController, "write_back", lambda *args: None):
+            yield from _measure(impl, model, args, new_tokens)
+    else:
+        yield from _measure(impl, model, args, new_tokens)
+
+
+def _measure(impl: str, model: Path, args, new_tokens: int) -> Iterator[dict]:
     begin = time.time()
     batches, rates = sorted(args.batches), args.miss_rates or [None]
     new_tokens = new_tokens or tokens_made(len(batches), args)
@@ -203,7 +214,7 @@ def time_steps(engine, args) -> tuple:
     """Milliseconds a step of each round; hits, ring hits and misses of all of them where they are counted."""
     for _ in range(args.warmup):
         engine.step()
-    coordinator = engine.scheduler.req_to_token_pool.sparse_coordinator
+    coordinator = getattr(engine.scheduler.req_to_token_pool, "sparse_coordinator", None)  # stock SGLang has none
     before = coordinator.lru.counters.clone() if coordinator is not None else None
     times = []
     for _ in range(args.rounds):
@@ -234,7 +245,8 @@ def parser_of(doc: str) -> argparse.ArgumentParser:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--impls", nargs="*", default=["dense", "ours", "hisparse"])
+    impls = ["dense", "ours", "ours_unsaved", "hisparse"]
+    parser.add_argument("--impls", nargs="*", default=impls, choices=impls)
     parser.add_argument("--batches", nargs="*", type=int, default=[64])
     parser.add_argument("--context", type=int, default=32768)
     args = parser.parse_args()

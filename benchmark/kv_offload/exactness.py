@@ -44,13 +44,13 @@ def slim_model(folder: Path, layers: int, drafts: float = 0.0) -> Path:
     return folder
 
 
-def prompts(count: int, max_len: int, seed: int) -> list:
-    """Random prompts of mixed lengths: the edges of top-k and window, then lengths spread up to ``max_len``."""
+def prompts(count: int, max_len: int, seed: int, min_len: int = 1) -> list:
+    """Random prompts of mixed lengths: the edges of top-k and window, then lengths spread up to ``max_len``; none under ``min_len``."""
     rng = random.Random(seed)
     lengths = [1, 63, 64, 65, 2047, 2048, 2049, 4095, 4096, 4097, max_len]
     while len(lengths) < count:
         lengths.append(int(max_len * rng.random() ** 3) + 1)
-    lengths = lengths[:count]
+    lengths = [max(n, min_len) for n in lengths[:count]]
     rng.shuffle(lengths)
     return [[rng.randrange(3, 4096) for _ in range(n)] for n in lengths]
 
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--max-len", type=int, default=32768)
+    parser.add_argument("--min-len", type=int, default=1)
     parser.add_argument("--total-tokens", type=int, default=800 * 1024)
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--window", type=int, default=4096)
@@ -151,7 +152,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=["all"], help="like fp8_e4m3:graphs:overlap, or with :3 behind it")
     args = parser.parse_args()
 
-    work = prompts(args.requests, args.max_len, seed=0)
+    work = prompts(args.requests, args.max_len, seed=0, min_len=args.min_len)
     rows = []
     names = args.cases
     if names == ["all"]:

@@ -25,6 +25,7 @@ FAULTS = (
     "write_back_skipped",
     "int32_address",
 )
+LONE_LENGTHS, LONE_WINDOW = [32 * 1024] * 64 + [128 * 1024] * 8, 4096
 SLEEP_STORE_CYCLES = 4_000_000
 # Host slots below this lie within the first 2^31 bytes of a layer of 656-byte rows.
 FIRST_HIGH_SLOT = (1 << 31) // 656 // 64 * 64 + 64
@@ -110,8 +111,37 @@ def live(engine, stamps, args) -> dict:
     return done
 
 
+def lone_node(args) -> dict:
+    """A decode node alone, index keys at random: 64 requests of 32K and 8 of 128K, half of them half as long; then nothing is left."""
+    import decode_step
+    from exactness import slim_model
+
+    lengths = LONE_LENGTHS
+    options = argparse.Namespace(context=max(lengths), window=LONE_WINDOW, dtype=args.dtype)
+    begin, new_tokens = time.time(), args.steps + 8
+    with decode_step.decode_node("ours", slim_model(args.model, args.layers), options, [len(lengths)], new_tokens) as engine:
+        decode_step.randomize_index_keys(engine.kv_pool)
+        tokens = list(range(3, 4003)) * (max(lengths) // 4000 + 1)
+        for room, length in enumerate(lengths):
+            wanted = new_tokens if room % 2 else new_tokens // 2
+            engine.submit(tokens[:length], wanted, bootstrap_host=decode_step.FAKE_HOST, bootstrap_room=room)
+        engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == len(lengths))
+        for _ in range(args.steps):
+            engine.step()
+        engine.drain()
+        engine.idle_checks()
+        coordinator = engine.scheduler.req_to_token_pool.sparse_coordinator
+        coordinator.check_idle()
+        counters = coordinator.lru.counters.tolist()
+    misses = sum(layer[2] for layer in counters) / sum(map(sum, counters))
+    row = {"requests": len(lengths), "miss_rate": round(misses, 4), "counters": counters}
+    return {"caught": None, **row, "seconds": round(time.time() - begin, 1)}
+
+
 def scenario(args) -> dict:
     """Run one scenario in this process."""
+    if args.lone:
+        return lone_node(args)
     from exactness import settings, slim_model
     from harness import offload
     from harness.scheduler import InprocScheduler
@@ -157,6 +187,7 @@ def plan(steps: int) -> list:
         ("eager, normal", ["--steps", str(steps // 5), "--eager", "--loop", "normal"], False),
         ("rows beyond 2^31 bytes", ["--steps", str(min(300, steps)), *high], False),
     ]
+    rows.append(("lone decode node, 64 x 32K and 8 x 128K", ["--steps", str(min(500, steps)), "--lone"], False))
     for fault in FAULTS:
         flags = ["--steps", str(min(600, steps)), "--fault", fault]
         rows.append((f"fault: {fault}", flags + (high if fault == "int32_address" else []), True))
@@ -197,6 +228,7 @@ def main() -> None:
     parser.add_argument("--fault", choices=FAULTS)
     parser.add_argument("--delay", action="store_true")
     parser.add_argument("--high", action="store_true", help="occupy all slots below 2^31 bytes first")
+    parser.add_argument("--lone", action="store_true", help="a decode node whose transfers are none")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="*", help="scenarios whose name has one of these in it")
     args = parser.parse_args()

@@ -86,6 +86,7 @@ CASES = (
     Case(1, 656, 0.1, pool_rows=1 << 22),
     *(Case(16, 656, rate) for rate in (0.02, 0.1)),
     Case(16, 656, 0.1, pool_rows=1 << 22),
+    Case(64, 656, 0.02),  # the shape of decode_step.py
     *(Case(128, 656, 0.1, placement=p) for p in ("contiguous", "pages", "random")),
     Case(128, 656, 0.02),
     *(Case(128, 1152, rate, positions=16384) for rate in (0.02, 0.1)),

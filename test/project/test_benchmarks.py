@@ -3,12 +3,16 @@
 import argparse
 import dataclasses
 import importlib.util
+import json
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from harness import offload
+from harness.environment import ROOT, child_environment
 from harness.scheduler import InprocScheduler
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmark" / "kv_offload"
@@ -152,3 +156,58 @@ def test_capacity_counts_what_is_allocated(tiny_model, monkeypatch):
     args.budget_gb = 0.0001
     with pytest.raises(ValueError, match="over the budget"):
         list(capacity.measure(tiny_model, args, call_all=one_by_one))
+
+
+def test_flag_off_serves_both_trees(tmp_path):
+    """Each server says which tree it runs; were it the other one, the script would raise."""
+    import sysconfig
+
+    trees = {"stock": sysconfig.get_paths()["purelib"], "patched": ROOT / "build" / "sglang" / "python"}
+    env = child_environment(PYTHONPATH=str(ROOT / "test"))
+    sizes = ["--layers", "1", "--batch", "1", "--context", "64", "--warmup", "1", "--steps", "1", "--rounds", "2"]
+    command = [sys.executable, FOLDER / "flag_off.py", "--model", tmp_path / "slim", "--out", tmp_path / "out.json", *sizes]
+    command += ["--trees", *(f"{name}={path}" for name, path in trees.items())]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (tmp_path / "out.json").exists(), run.stderr[-2000:]
+    row = json.loads((tmp_path / "out.json").read_text())
+    assert [len(times) for times in row["step_ms"].values()] == [2, 2] and row["ratio"] > 0
+    assert run.returncode == 0 or "the ratio is not within" in run.stderr
+
+
+def test_pinning_takes_every_number_of_threads():
+    rows = load("pinning").measure(1 << 22, [1, 3], 2, pin=False)
+    assert [(row["threads"], row["bytes"]) for row in rows] == [(1, 1 << 22), (3, 1 << 22)]
+
+
+@pytest.fixture
+def serving_benchmarks(monkeypatch):
+    """Their modules by name, with the tiny checkpoint's top-k."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    import decode_step
+
+    monkeypatch.setattr(decode_step, "TOP_K", offload.TOP_K)
+    return load
+
+
+def test_retraction_copies_what_a_request_holds(tiny_model, serving_benchmarks):
+    retraction = serving_benchmarks("retraction")
+    args = argparse.Namespace(context=640, window=128, layers=3, dtype="bfloat16", repeats=1)
+    row = retraction.measure(tiny_model, args)
+    assert row["bytes"] == 3 * 640 * (1152 + 132)
+    assert min(row["out_s"], row["back_s"], row["prefill_s"]) >= 0
+
+
+def test_a_lone_node_leaves_nothing(tiny_model, serving_benchmarks, monkeypatch):
+    import exactness
+
+    stress = serving_benchmarks("stress")
+    monkeypatch.setattr(exactness, "slim_model", lambda *args: tiny_model)
+    monkeypatch.setattr(stress, "LONE_LENGTHS", [200, 200, 900])
+    monkeypatch.setattr(stress, "LONE_WINDOW", 128)
+    row = stress.lone_node(argparse.Namespace(steps=10, dtype="bfloat16", model=None, layers=3))
+    assert row["requests"] == 3 and row["caught"] is None
+    # Of requests that run for 18 and 9 steps, every step of every layer counts its top-k.
+    assert all(sum(layer) % offload.TOP_K == 0 for layer in row["counters"]) and row["miss_rate"] > 0.05

@@ -1,0 +1,120 @@
+"""Decode steps with the flag off: SGLang with the series applied, beside the SGLang that it was applied to.
+
+    HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/flag_off.py \
+        --trees stock=/path/with/sglang patched=/path/with/patched/sglang --out results/h200/flag_off.json
+
+Each tree has a process of its own with a dense server of the slim model; rounds are timed in turn, so that both see the same
+machine. The second tree must take 0.99 to 1.01 times as long as the first.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+LIMITS = (0.99, 1.01)
+
+
+def child(args) -> None:
+    """Serve; time one round for each line of the input."""
+    import decode_step
+    from exactness import slim_model
+
+    args.batches, args.miss_rates = [args.batch], None
+    new_tokens = (args.warmup + args.steps) * (args.rounds + 1) + 100
+    args.rounds = 1  # a line
+    with decode_step.decode_node("dense", slim_model(args.model, args.layers), args, args.batches, new_tokens) as engine:
+        decode_step.randomize_index_keys(engine.kv_pool)
+        prompt = (list(range(3, 4003)) * (args.context // 4000 + 1))[: args.context]
+        for room in range(args.batch):
+            engine.submit(prompt, new_tokens, bootstrap_host=decode_step.FAKE_HOST, bootstrap_room=room)
+        engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == args.batch)
+        print("answer", json.dumps(_tree()), flush=True)
+        for _ in sys.stdin:
+            (time_ms,), _ = decode_step.time_steps(engine, args)
+            print("answer", json.dumps(time_ms), flush=True)
+        engine.abort(all_requests=True)
+        engine.drain()
+
+
+def _tree() -> str:
+    import sglang
+
+    return str(Path(sglang.__file__).resolve().parents[1])
+
+
+class Tree:
+    """A server on one of the trees."""
+
+    def __init__(self, path: str) -> None:
+        path = str(Path(path).resolve())
+        env = {**os.environ, "STOCK_SGLANG": "1", "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
+        command = [sys.executable, __file__, "--child", *sys.argv[1:]]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self._path = path
+
+    def wait(self) -> None:
+        served = self._answer()
+        if served != self._path:
+            raise RuntimeError(f"the server of {self._path} runs {served}")
+
+    def round_ms(self) -> float:
+        print(file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self):
+        for line in self._process.stdout:
+            if line.startswith("answer "):
+                return json.loads(line.split(" ", 1)[1])
+        raise RuntimeError(f"the server of {self._path} ended with {self._process.wait()}")
+
+
+def compare(trees: dict, args) -> dict:
+    """Times of all rounds, their medians, and the second tree's as a multiple of the first's."""
+    servers = {name: Tree(path) for name, path in trees.items()}
+    for server in servers.values():
+        server.wait()
+    rounds = {name: [] for name in servers}
+    for turn in range(args.rounds):
+        order = list(servers) if turn % 2 == 0 else list(servers)[::-1]
+        for name in order:
+            rounds[name].append(round(servers[name].round_ms(), 4))
+    for server in servers.values():
+        server.close()
+    first, second = (statistics.median(rounds[name]) for name in trees)
+    row = {"batch": args.batch, "context": args.context, "layers": args.layers, "kv_dtype": args.dtype, "steps_a_round": args.steps}
+    return {**row, "step_ms": rounds, "ratio": round(second / first, 4)}
+
+
+def main() -> None:
+    import decode_step  # the harness before sglang and torch
+
+    parser = decode_step.parser_of(__doc__)
+    parser.set_defaults(warmup=3)
+    parser.add_argument("--trees", nargs=2, metavar="NAME=PATH", required=True)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args)
+        return
+    import torch
+
+    row = compare(dict(tree.split("=", 1) for tree in args.trees), args)
+    row = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", **row}
+    args.out.write_text(json.dumps(row, indent=1) + "\n")
+    print(json.dumps(row))
+    if not LIMITS[0] <= row["ratio"] <= LIMITS[1]:
+        raise SystemExit(f"the ratio is not within {LIMITS}")
+
+
+if __name__ == "__main__":
+    main()
