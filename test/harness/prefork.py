@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Dict, List, Optional
@@ -60,25 +61,29 @@ class Parent:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
         self.servers: List[Process] = []
         self._starting: List[Process] = []
+        self._turn = threading.RLock()  # an answer belongs to the question before it
 
     def ask(self, question: dict):
-        self.settle()
-        self._send(question)
-        return self._receive()
+        with self._turn:
+            self.settle()
+            self._send(question)
+            return self._receive()
 
     def start(self, args: List[str], log: Path, late: Dict[str, str]) -> Process:
         """Does not wait for this process's imports, so that several of them import at the same time."""
-        self._send({"start": args, "log": str(log), "env": late})
-        process = Process(self)
-        self.servers.append(process)
-        self._starting.append(process)
-        return process
+        with self._turn:
+            self._send({"start": args, "log": str(log), "env": late})
+            process = Process(self)
+            self.servers.append(process)
+            self._starting.append(process)
+            return process
 
     def settle(self) -> None:
         """Wait until every server is started that was asked for."""
-        while self._starting:
-            self._starting[0].own_pid = self._receive()
-            self._starting.pop(0)
+        with self._turn:
+            while self._starting:
+                self._starting[0].own_pid = self._receive()
+                self._starting.pop(0)
 
     def _send(self, question: dict) -> None:
         print(json.dumps(question), file=self._process.stdin, flush=True)
@@ -103,7 +108,8 @@ def start(args: List[str], log: Path, env: Dict[str, str]) -> Process:
     env = {name: value for name, value in env.items() if name not in LATE}
     key = json.dumps(env, sort_keys=True)
     if key not in _parents:
-        for old in [name for name, parent in _parents.items() if not parent.busy()][: len(_parents) + 1 - MOST_PARENTS]:
+        idle = [name for name, parent in _parents.items() if not parent.busy()]
+        for old in idle[: max(0, len(_parents) + 1 - MOST_PARENTS)]:
             _parents.pop(old).close()
         if not _parents:
             atexit.register(lambda: [parent.close() for parent in _parents.values()])
