@@ -3,8 +3,8 @@
     HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/decode_step.py --out decode_step.json
 
 With ``--miss-rates`` the top-k is replayed (`replayed_topk.py`), in every implementation alike; 0 is the cost without copies. One
-engine an implementation serves all batches and miss rates; ``ours_unsaved`` is ours without the copies of new rows to the host. Without, index keys are filled at random, since the fake transfer backend delivers no bytes: queries then select rows all over
-the context. Ours counts its misses on the GPU, and they are reported.
+engine an implementation serves all batches and miss rates. Without, index keys are filled at random, since the fake transfer backend delivers no bytes: queries then select rows all over
+the context. Ours counts its misses on the GPU, and they are reported. ``ours_unsaved`` is ours without the copies of new rows to the host.
 """
 
 import argparse

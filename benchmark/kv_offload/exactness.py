@@ -163,7 +163,7 @@ def main() -> None:
             dtype, graphs, loop, steps = (name.split(":") + ["0"])[:4]
             off_runs = args.off_runs if index == 0 else 1
             row = case(args, work, dtype, graphs == "graphs", loop == "overlap", int(steps), off_runs)
-            row = {"gpu": torch.cuda.get_device_name(), "requests": args.requests, "max_len": args.max_len, "new_tokens": args.new_tokens, **row}
+            row = {"gpu": torch.cuda.get_device_name(), "requests": args.requests, "min_len": args.min_len, "max_len": args.max_len, "new_tokens": args.new_tokens, **row}
             rows.append(row)
             print(json.dumps(row), flush=True)
             args.out.write_text(json.dumps(rows, indent=1) + "\n")

@@ -14,22 +14,22 @@ import torch
 from sglang.srt.mem_cache.sparsity.nsa_offload import host_memory
 
 
-def seconds(num_bytes: int, threads: int, pin: bool) -> float:
+def seconds(num_bytes: int, threads: int) -> float:
     """To map, touch and register so much, and nothing of it used before."""
     with mock.patch.object(host_memory, "_touch_threads", lambda: threads):
         start = time.perf_counter()
-        buffer = host_memory.PinnedBuffer(num_bytes, pin)
+        buffer = host_memory.PinnedBuffer(num_bytes, True)
         taken = time.perf_counter() - start
     buffer.close()
     return taken
 
 
-def measure(num_bytes: int, threads: list, repeats: int, pin: bool = True) -> list:
+def measure(num_bytes: int, threads: list, repeats: int) -> list:
     """Rows in the order of ``threads``; their repeats are taken in turn."""
     times = {count: [] for count in threads}
     for _ in range(repeats):
         for count in threads:
-            times[count].append(seconds(num_bytes, count, pin))
+            times[count].append(seconds(num_bytes, count))
     return [
         {
             "threads": count,

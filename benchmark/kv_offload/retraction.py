@@ -36,6 +36,7 @@ def copies(model: Path, args) -> dict:
     out_s, back_s = [], []
     with decode_step.decode_node("ours", model, args, [1], 64, disable_cuda_graph=True) as engine:
         decode_step.randomize_index_keys(engine.kv_pool)
+        engine.kv_pool.host_pool.kv_buffer.view(torch.uint8).random_(1, 100)
         prompt = (list(range(3, 2003)) * (args.context // 2000 + 1))[: args.context]
         rid = engine.submit(prompt, 64, bootstrap_host=decode_step.FAKE_HOST, bootstrap_room=0)
         engine.step_until(lambda: len(engine.outputs[rid]) > 1)
@@ -43,11 +44,12 @@ def copies(model: Path, args) -> dict:
         for _ in range(args.repeats):
             seconds, saved = timed(pool.get_cpu_copy, slots)
             out_s.append(seconds)
-            keys = pool.index_k_with_scale_buffer[0].clone()
-            pool.index_k_with_scale_buffer[0].zero_()
+            for buffer in (pool.host_pool.kv_buffer, *pool.index_k_with_scale_buffer):
+                buffer.view(torch.uint8).zero_()
             back_s.append(timed(pool.load_cpu_copy, saved, slots)[0])
-            pages = slots[:: decode_step.PAGE] // decode_step.PAGE
-            assert torch.equal(pool.index_k_with_scale_buffer[0][pages.long()], keys[pages.long()]), "index keys"
+            again = pool.get_cpu_copy(slots)
+            for before, after in zip((saved["kv"], *saved["index_k"]), (again["kv"], *again["index_k"])):
+                assert torch.equal(before.view(torch.uint8), after.view(torch.uint8)), "rows have changed"
         num_bytes = saved["kv"].nbytes + sum(layer.nbytes for layer in saved["index_k"])
         engine.abort(all_requests=True)
         engine.drain()

@@ -112,7 +112,7 @@ def live(engine, stamps, args) -> dict:
 
 
 def lone_node(args) -> dict:
-    """A decode node alone, index keys at random: 64 requests of 32K and 8 of 128K, half of them half as long; then nothing is left."""
+    """A decode node alone, index keys at random: 64 requests of 32K and 8 of 128K, half of them make half as many tokens; then nothing is left."""
     import decode_step
     from exactness import slim_model
 

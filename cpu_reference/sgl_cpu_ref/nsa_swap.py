@@ -167,6 +167,8 @@ class _Store:
         _check_contiguous(device_layers, host_layers, device_slots, host_slots)
         _check_dtype(torch.uint64, device_layers, host_layers)
         _check_dtype(torch.int64, device_slots, host_slots)
+        if device_slots.shape != host_slots.shape or device_layers.shape != host_layers.shape:
+            raise KernelError("slots or layers of two lengths")
         tensors = (device_layers, host_layers, device_slots, host_slots)
         params = _StoreParams(*(tensor.data_ptr() for tensor in tensors), len(host_slots), len(host_layers))
         _call(self._library.nsa_store, self._size, params, min(blocks, 3), self._order, self._seed)

@@ -2,8 +2,9 @@
 
     process = start(["--model-path", ...], log, environment)     # as subprocess.Popen of sglang.launch_server
 
-Everything after the imports is the same: the server has processes, a session and a log of its own. Forking is safe because the
-parent has one thread. There is a parent for each environment, since SGLang reads some of it while it is imported.
+The server has a session and a log of its own, and processes of its own, which it forks in turn where SGLang would spawn them; both
+forks are refused to a process of several threads. There is a parent for each environment, since SGLang reads some of it while it is
+imported.
 """
 
 import atexit
@@ -36,7 +37,10 @@ class Process:
 
     def poll(self) -> Optional[int]:
         if self.returncode is None:
-            self.returncode = self._parent.ask({"poll": self.pid})
+            if self._parent.dead():
+                self.returncode = -signal.SIGKILL  # nobody is left to tell
+            else:
+                self.returncode = self._parent.ask({"poll": self.pid})
         return self.returncode
 
     def wait(self, timeout: Optional[float] = None) -> int:
@@ -94,6 +98,9 @@ class Parent:
             raise RuntimeError(f"the parent of servers has died, exit code {self._process.wait()}")
         return json.loads(answer)
 
+    def dead(self) -> bool:
+        return self._process.poll() is not None
+
     def busy(self) -> bool:
         return any(server.poll() is None for server in self.servers)
 
@@ -105,7 +112,10 @@ class Parent:
 def start(args: List[str], log: Path, env: Dict[str, str]) -> Process:
     """Start a server; its output goes to ``log``."""
     late = {name: env[name] for name in LATE if name in env}
-    env = {name: value for name, value in env.items() if name not in LATE}
+    # pytest changes its variable with every test.
+    env = {name: value for name, value in env.items() if name not in (*LATE, "PYTEST_CURRENT_TEST")}
+    for name in [name for name, parent in _parents.items() if parent.dead()]:
+        del _parents[name]
     key = json.dumps(env, sort_keys=True)
     if key not in _parents:
         idle = [name for name, parent in _parents.items() if not parent.busy()]
@@ -124,7 +134,6 @@ def serve(args: List[str], log: str, env: Dict[str, str]) -> None:
     """In the fork: become the server; does not return."""
     code = 1
     try:
-        os.setsid()
         files = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for target, source in ((0, files[0]), (1, files[1]), (2, files[1])):
             os.dup2(source, target)
@@ -135,7 +144,12 @@ def serve(args: List[str], log: str, env: Dict[str, str]) -> None:
 
         # SGLang asks for "spawn", whose children would import everything again.
         set_method = multiprocessing.set_start_method
-        multiprocessing.set_start_method = lambda method=None, force=False: set_method("fork", force=True)
+
+        def fork(method=None, force=False):
+            check_one_thread()
+            set_method("fork", force=True)
+
+        multiprocessing.set_start_method = fork
         sys.argv = ["sglang.launch_server", *args]
         runpy.run_module("sglang.launch_server", run_name="__main__")
         code = 0
@@ -149,6 +163,12 @@ def serve(args: List[str], log: str, env: Dict[str, str]) -> None:
         os._exit(code)
 
 
+def check_one_thread() -> None:
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise SystemExit(f"{threads} threads: not safe to fork")
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what imports print is no answer
@@ -160,15 +180,16 @@ def main() -> None:
     import sglang.srt.managers.scheduler  # noqa: F401
     import sglang.srt.models.registry  # noqa: F401
 
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        raise SystemExit(f"{threads} threads after the imports: not safe to fork")
+    check_one_thread()
     for line in sys.stdin:
         question = json.loads(line)
         if "start" in question:
             pid = os.fork()
             if pid == 0:
+                os.setsid()
                 serve(question["start"], question["log"], question["env"])
+            while os.getpgid(pid) != pid:  # whoever hears of it may end its group
+                time.sleep(0.001)
             answer = pid
         else:
             pid, status = os.waitpid(question["poll"], os.WNOHANG)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -174,8 +175,15 @@ def test_flag_off_serves_both_trees(tmp_path):
     assert run.returncode == 0 or "the ratio is not within" in run.stderr
 
 
-def test_pinning_takes_every_number_of_threads():
-    rows = load("pinning").measure(1 << 22, [1, 3], 2, pin=False)
+def test_pinning_uses_every_number_of_threads(monkeypatch):
+    from sglang.srt.mem_cache.sparsity.nsa_offload import host_memory
+
+    used, executor = [], host_memory.ThreadPoolExecutor
+    driver = SimpleNamespace(cudaHostRegister=lambda *args: 0, cudaHostUnregister=lambda *args: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(host_memory, "ThreadPoolExecutor", lambda threads: used.append(threads) or executor(threads))
+    rows = load("pinning").measure(1 << 22, [1, 3], 2)
+    assert used == [1, 3, 1, 3]
     assert [(row["threads"], row["bytes"]) for row in rows] == [(1, 1 << 22), (3, 1 << 22)]
 
 
@@ -192,12 +200,15 @@ def serving_benchmarks(monkeypatch):
     return load
 
 
-def test_retraction_copies_what_a_request_holds(tiny_model, serving_benchmarks):
+def test_retraction_copies_what_a_request_holds(tiny_model, serving_benchmarks, monkeypatch):
     retraction = serving_benchmarks("retraction")
     args = argparse.Namespace(context=640, window=128, layers=3, dtype="bfloat16", repeats=1)
     row = retraction.measure(tiny_model, args)
     assert row["bytes"] == 3 * 640 * (1152 + 132)
-    assert min(row["out_s"], row["back_s"], row["prefill_s"]) >= 0
+    with pytest.raises(AssertionError, match="rows have changed"), monkeypatch.context() as broken:
+        pool = "sglang.srt.mem_cache.sparsity.nsa_offload.device_pool.NSAOffloadTokenToKVPool"
+        broken.setattr(f"{pool}.load_cpu_copy", lambda *args: None)
+        retraction.copies(tiny_model, args)
 
 
 def test_a_lone_node_leaves_nothing(tiny_model, serving_benchmarks, monkeypatch):

@@ -382,9 +382,9 @@ class TestFaultsAreSeen(CustomTestCase):
     COPY_FAULTS = {
         "layer offset lost, to the device": (controller, "self._rows(self._device_kv[layer])", "self._rows(self._device_kv[0])"),
         "layer of the source lost": (controller, "self._rows(self._host_kv[layer])", "self._rows(self._host_kv[0])"),
-        "layer offset lost, to the host": (controller, "self._store(slice(layer, layer + 1),", "self._store(slice(0, 1),"),
-        "host and device slots swapped, to the host": (controller, "                device_slots,\n                host_slots,", "                host_slots % 448,\n                device_slots,"),
-        "one layer written back": (controller, "self._store(slice(None),", "self._store(slice(0, 1),"),
+        "layer offset lost, to the host": (controller, "self._store(self._ptrs_of_layer[layer],", "self._store(self._ptrs_of_layer[0],"),
+        "host and device slots swapped, to the host": (controller, "store_rows(*ptrs, device_slots, host_slots,", "store_rows(*ptrs, host_slots % 448, device_slots,"),
+        "one layer written back": (controller, "self._store(self._ptrs,", "self._store(self._ptrs_of_layer[0],"),
     }  # fmt: skip
     STEP_FAULTS = {
         "host slots of one request for all": (adaptor, "            batch_rows,\n", "            batch_rows * 0 + 1,\n"),

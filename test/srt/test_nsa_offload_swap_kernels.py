@@ -198,7 +198,7 @@ class TestSwap(CustomTestCase):
         device, host = rows().to(DEVICE), rows()
         host = host.pin_memory() if ON_GPU else host
         # As pages lie: runs that begin anywhere.
-        device_slots = (torch.arange(len(host_slots)) * 65 // 64 + 3).flip(0)
+        device_slots = torch.arange(len(host_slots)) * 65 // 64 + 3
         before, expected = device.clone(), host.clone()
         expected[:, host_slots] = device[:, device_slots.to(DEVICE)].cpu()
         with self.on(order):

@@ -169,7 +169,7 @@ struct Store {
     TensorMatcher({L}).with_dtype<uint64_t>().with_device<kDLCUDA>(device).verify(device_layers).verify(host_layers);
     TensorMatcher({N}).with_dtype<int64_t>().with_device<kDLCUDA>(device).verify(device_slots).verify(host_slots);
     const int64_t tiles = (N.unwrap() + kStoreTile - 1) / kStoreTile * L.unwrap();
-    RuntimeCheck(tiles < INT32_MAX, N.unwrap(), " rows of ", L.unwrap(), " layers are too many");
+    RuntimeCheck(N.unwrap() < 1 << 30 && tiles < 1 << 30, N.unwrap(), " rows of ", L.unwrap(), " layers are too many");
     if (tiles == 0) return;
     const auto params = StoreParams{
         static_cast<const uint64_t*>(device_layers.data_ptr()),

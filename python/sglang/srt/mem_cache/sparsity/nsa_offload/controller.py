@@ -33,9 +33,10 @@ class SparseCacheController:
         self, device_pool: NSAOffloadTokenToKVPool, host_pool: NSAKVOnlyTokenToKVPoolHost
     ):
         self._device_kv = device_pool.kv_buffer
-        self._device_ptrs = device_pool.data_ptrs
         self._host_kv = host_pool.kv_buffer
-        self._host_ptrs = host_pool.layer_ptrs
+        # Device and host addresses of all layers, and of each: made once, a prefill asks in every layer.
+        self._ptrs = device_pool.data_ptrs, host_pool.layer_ptrs
+        self._ptrs_of_layer = list(zip(*(ptrs.split(1) for ptrs in self._ptrs)))
         self._row_bytes = host_pool.row_bytes
         self._module = torch.get_device_module(device_pool.device)
         self._on_gpu = torch.device(device_pool.device).type != "cpu"
@@ -69,7 +70,7 @@ class SparseCacheController:
             device_slots: ``[n]`` int64 staging slots.
             host_slots: ``[n]`` int64.
         """
-        self._store(slice(layer, layer + 1), device_slots, host_slots)
+        self._store(self._ptrs_of_layer[layer], device_slots, host_slots)
         if layer == 0:
             self.rows_stored += host_slots.numel()
         self._note_copy()
@@ -83,7 +84,7 @@ class SparseCacheController:
         """
         if not host_slots.numel():
             return
-        self._store(slice(None), device_slots, host_slots)
+        self._store(self._ptrs, device_slots, host_slots)
         self.rows_stored += host_slots.numel()
         self._note_copy()
 
@@ -130,16 +131,13 @@ class SparseCacheController:
             self._forward_stream.synchronize()
 
     def _store(
-        self, layers: slice, device_slots: torch.Tensor, host_slots: torch.Tensor
+        self,
+        ptrs: tuple[torch.Tensor, torch.Tensor],
+        device_slots: torch.Tensor,
+        host_slots: torch.Tensor,
     ) -> None:
         with self._after_current(self._store_stream, device_slots, host_slots):
-            store_rows(
-                self._device_ptrs[layers],
-                self._host_ptrs[layers],
-                device_slots,
-                host_slots,
-                self._row_bytes,
-            )
+            store_rows(*ptrs, device_slots, host_slots, self._row_bytes)
             self._stored = self._record(self._store_stream)
 
     def _rows(self, layer_kv: torch.Tensor) -> torch.Tensor:
