@@ -85,5 +85,8 @@ def test_a_forked_server_is_a_server(tiny_model, tmp_path, monkeypatch):
         _, alive = psutil.wait_procs(processes[1:], timeout=30)
         # Where process 1 does not collect those whose parent has died they stay, dead.
         assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+    parents = dict(harness_server.prefork._parents)
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")  # as in the next test
     with pytest.raises(ServerError, match="exit code 2(.|\n)*no-such-option"):
         Server(tiny_model, tmp_path / "wrong.log", ["--no-such-option"])
+    assert harness_server.prefork._parents == parents  # shared
