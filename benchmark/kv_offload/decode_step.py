@@ -4,7 +4,7 @@
 
 With ``--miss-rates`` the top-k is replayed (`replayed_topk.py`), in every implementation alike; 0 is the cost without copies. One
 engine an implementation serves all batches and miss rates. Without, index keys are filled at random, since the fake transfer backend delivers no bytes: queries then select rows all over
-the context. Ours counts its misses on the GPU, and they are reported. ``ours_unsaved`` is ours without the copies of new rows to the host.
+the context. Ours counts its misses on the GPU, and they are reported.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import statistics
 import time
 from pathlib import Path
 from typing import Iterator
-from unittest import mock
 
 import harness  # noqa: F401  (sets the environment; before sglang and torch)
 
@@ -140,6 +139,19 @@ def decode_node(impl: str, model: Path, args, batches: list, new_tokens: int, **
     )
 
 
+def submit(engine, context: int, new_tokens: int, room: int) -> str:
+    """A request whose prompt has come from nowhere; its rid."""
+    prompt = list(range(3, 4003)) * (context // 4000 + 1)
+    return engine.submit(prompt[:context], new_tokens, bootstrap_host=FAKE_HOST, bootstrap_room=room)
+
+
+def run_batch(engine, context: int, new_tokens: int, rooms: range) -> None:
+    """Submit a request for each room, and step until all rooms below the last run."""
+    for room in rooms:
+        submit(engine, context, new_tokens, room)
+    engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == rooms.stop)
+
+
 def synchronize() -> None:
     torch.get_device_module(DEVICE).synchronize()
 
@@ -150,16 +162,6 @@ def measure(impl: str, model: Path, args, new_tokens: int = 0) -> Iterator[dict]
     Args:
         new_tokens: of a request; 0 for as many as will be made.
     """
-    if impl == "ours_unsaved":
-        from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
-
-        with mock.patch.object(SparseCacheController, "write_back", lambda *args: None):
-            yield from _measure(impl, model, args, new_tokens)
-    else:
-        yield from _measure(impl, model, args, new_tokens)
-
-
-def _measure(impl: str, model: Path, args, new_tokens: int) -> Iterator[dict]:
     begin = time.time()
     batches, rates = sorted(args.batches), args.miss_rates or [None]
     new_tokens = new_tokens or tokens_made(len(batches), args)
@@ -176,17 +178,16 @@ def _measure(impl: str, model: Path, args, new_tokens: int) -> Iterator[dict]:
             "pool_gb": round(pool_bytes(engine) / 1e9, 3),
             "build_s": round(time.time() - begin, 1),
         }
-        prompt = list(range(3, 3 + 4000)) * (args.context // 4000 + 1)
-        submitted, first_step = 0, []
+        running, first_step = 0, []
         for batch in batches:
-            while submitted < batch:
+            while running < min(batch, FIRST_STEPS):
                 start = time.perf_counter()
-                rid = engine.submit(prompt[: args.context], new_tokens, bootstrap_host=FAKE_HOST, bootstrap_room=submitted)
-                submitted += 1
-                if len(first_step) < FIRST_STEPS:
-                    engine.step_until(lambda: len(engine.outputs[rid]) > 1)
-                    first_step.append((time.perf_counter() - start) * 1e3)
-            engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == batch)
+                rid = submit(engine, args.context, new_tokens, running)
+                engine.step_until(lambda: len(engine.outputs[rid]) > 1)
+                first_step.append((time.perf_counter() - start) * 1e3)
+                running += 1
+            run_batch(engine, args.context, new_tokens, range(running, batch))
+            running = batch
             for seed, miss_rate in enumerate(rates):
                 if replay is not None:
                     synchronize()
@@ -210,20 +211,23 @@ def _measure(impl: str, model: Path, args, new_tokens: int) -> Iterator[dict]:
         engine.drain()
 
 
+def round_ms(engine, steps: int) -> float:
+    """Milliseconds a step."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    synchronize()
+    return (time.perf_counter() - start) / steps * 1e3
+
+
 def time_steps(engine, args) -> tuple:
     """Milliseconds a step of each round; hits, ring hits and misses of all of them where they are counted."""
     for _ in range(args.warmup):
         engine.step()
     coordinator = getattr(engine.scheduler.req_to_token_pool, "sparse_coordinator", None)  # stock SGLang has none
     before = coordinator.lru.counters.clone() if coordinator is not None else None
-    times = []
-    for _ in range(args.rounds):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(args.steps):
-            engine.step()
-        synchronize()
-        times.append((time.perf_counter() - start) / args.steps * 1e3)
+    times = [round_ms(engine, args.steps) for _ in range(args.rounds)]
     counts = (coordinator.lru.counters - before).sum(0).tolist() if coordinator is not None else None
     return times, counts
 
@@ -245,7 +249,7 @@ def parser_of(doc: str) -> argparse.ArgumentParser:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    impls = ["dense", "ours", "ours_unsaved", "hisparse"]
+    impls = ["dense", "ours", "hisparse"]
     parser.add_argument("--impls", nargs="*", default=impls, choices=impls)
     parser.add_argument("--batches", nargs="*", type=int, default=[64])
     parser.add_argument("--context", type=int, default=32768)

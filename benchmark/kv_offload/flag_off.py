@@ -3,8 +3,9 @@
     HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/flag_off.py \
         --trees stock=/path/with/sglang patched=/path/with/patched/sglang --out results/h200/flag_off.json
 
-Each tree has a process of its own with a dense server of the slim model; rounds are timed in turn, so that both see the same
-machine. The second tree must take 0.99 to 1.01 times as long as the first.
+Each tree has some processes, each with a dense server of the slim model; rounds are timed in turn, so that all see the same
+machine. Servers of one tree differ by where their memory and threads lie, so a tree's time is the median of its servers'. The
+second tree must take 0.99 to 1.01 times as long as the first.
 """
 
 import argparse
@@ -28,10 +29,7 @@ def child(args) -> None:
     args.rounds = 1  # a line
     with decode_step.decode_node("dense", slim_model(args.model, args.layers), args, args.batches, new_tokens) as engine:
         decode_step.randomize_index_keys(engine.kv_pool)
-        prompt = (list(range(3, 4003)) * (args.context // 4000 + 1))[: args.context]
-        for room in range(args.batch):
-            engine.submit(prompt, new_tokens, bootstrap_host=decode_step.FAKE_HOST, bootstrap_room=room)
-        engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == args.batch)
+        decode_step.run_batch(engine, args.context, new_tokens, range(args.batch))
         print("answer", json.dumps(_tree()), flush=True)
         for _ in sys.stdin:
             (time_ms,), _ = decode_step.time_steps(engine, args)
@@ -77,30 +75,33 @@ class Tree:
 
 
 def compare(trees: dict, args) -> dict:
-    """Times of all rounds, their medians, and the second tree's as a multiple of the first's."""
-    servers = {name: Tree(path) for name, path in trees.items()}
-    for server in servers.values():
+    """Times of all rounds by tree and server, and the second tree's time as a multiple of the first's."""
+    servers = [(name, Tree(path)) for _ in range(args.servers) for name, path in trees.items()]
+    for _, server in servers:
         server.wait()
-    rounds = {name: [] for name in servers}
+    rounds = [[] for _ in servers]
     for turn in range(args.rounds):
-        order = list(servers) if turn % 2 == 0 else list(servers)[::-1]
-        for name in order:
-            rounds[name].append(round(servers[name].round_ms(), 4))
-    for server in servers.values():
+        order = range(len(servers)) if turn % 2 == 0 else range(len(servers))[::-1]
+        for index in order:
+            rounds[index].append(round(servers[index][1].round_ms(), 4))
+    for _, server in servers:
         server.close()
-    first, second = (statistics.median(rounds[name]) for name in trees)
+    times = {name: [times for (owner, _), times in zip(servers, rounds) if owner == name] for name in trees}
+    medians = {name: [statistics.median(server) for server in of_tree] for name, of_tree in times.items()}
+    first, second = (statistics.median(of_tree) for of_tree in medians.values())
     row = {"batch": args.batch, "context": args.context, "layers": args.layers, "kv_dtype": args.dtype, "steps_a_round": args.steps}
-    return {**row, "step_ms": rounds, "ratio": round(second / first, 4)}
+    return {**row, "step_ms": times, "server_medians_ms": medians, "ratio": round(second / first, 4)}
 
 
 def main() -> None:
     import decode_step  # the harness before sglang and torch
 
     parser = decode_step.parser_of(__doc__)
-    parser.set_defaults(warmup=3)
+    parser.set_defaults(warmup=3, steps=60)
     parser.add_argument("--trees", nargs=2, metavar="NAME=PATH", required=True)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--servers", type=int, default=3, help="of each tree")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

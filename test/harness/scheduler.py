@@ -406,6 +406,7 @@ def _forget_globals() -> None:
     """Undo what building a scheduler leaves in SGLang's modules."""
     import sglang.srt.eplb.expert_location as expert_location
     from sglang.srt.distributed import parallel_state
+    from sglang.srt.model_executor import input_buffers
     from sglang.srt.utils.hf_transformers.config import get_config
 
     get_config.cache_clear()  # a draft model has renamed the architecture in it
@@ -413,4 +414,6 @@ def _forget_globals() -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
     expert_location._global_expert_location_metadata = None
+    # The next scheduler's graphs would warm up with this one's request rows and slots, which it may not have.
+    input_buffers._forward_input_buffer_pool.clear()
     gc.collect()

@@ -165,13 +165,13 @@ def test_flag_off_serves_both_trees(tmp_path):
 
     trees = {"stock": sysconfig.get_paths()["purelib"], "patched": ROOT / "build" / "sglang" / "python"}
     env = child_environment(PYTHONPATH=str(ROOT / "test"))
-    sizes = ["--layers", "1", "--batch", "1", "--context", "64", "--warmup", "1", "--steps", "1", "--rounds", "2"]
+    sizes = ["--layers", "1", "--batch", "1", "--context", "64", "--warmup", "1", "--steps", "1", "--rounds", "2", "--servers", "1"]
     command = [sys.executable, FOLDER / "flag_off.py", "--model", tmp_path / "slim", "--out", tmp_path / "out.json", *sizes]
     command += ["--trees", *(f"{name}={path}" for name, path in trees.items())]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert (tmp_path / "out.json").exists(), run.stderr[-2000:]
     row = json.loads((tmp_path / "out.json").read_text())
-    assert [len(times) for times in row["step_ms"].values()] == [2, 2] and row["ratio"] > 0
+    assert [[len(times) for times in servers] for servers in row["step_ms"].values()] == [[2], [2]] and row["ratio"] > 0
     assert run.returncode == 0 or "the ratio is not within" in run.stderr
 
 
@@ -222,3 +222,25 @@ def test_a_lone_node_leaves_nothing(tiny_model, serving_benchmarks, monkeypatch)
     assert row["requests"] == 3 and row["caught"] is None
     # Of requests that run for 18 and 9 steps, every step of every layer counts its top-k.
     assert all(sum(layer) % offload.TOP_K == 0 for layer in row["counters"]) and row["miss_rate"] > 0.05
+
+
+def test_steps_without_write_back_send_no_rows(tiny_model, serving_benchmarks, monkeypatch):
+    from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
+
+    calls, write_back = [], SparseCacheController.write_back
+    monkeypatch.setattr(SparseCacheController, "write_back", lambda self, *args: calls.append(1) or write_back(self, *args))
+    module = serving_benchmarks("step_write_back")
+    sent = []
+    monkeypatch.setattr(module.decode_step, "round_ms", lambda engine, steps: sent.append(_sent(engine, steps, calls)) or 1.0)
+    args = argparse.Namespace(
+        context=900, window=128, layers=3, dtype="bfloat16", batches=[2], miss_rates=[0.1], warmup=4, steps=5, rounds=4
+    )
+    (row,) = module.measure(tiny_model, args)
+    assert sent == [5, 0, 5, 0] and row["ratio"] == 1.0 and [len(times) for times in row["step_ms"].values()] == [2, 2]
+
+
+def _sent(engine, steps: int, calls: list) -> int:
+    before = len(calls)
+    for _ in range(steps):
+        engine.step()
+    return len(calls) - before

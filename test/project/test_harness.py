@@ -4,6 +4,7 @@ import random
 import threading
 
 import pytest
+import torch
 
 from harness.scheduler import InprocScheduler
 from harness.stepper import Stepper
@@ -139,6 +140,15 @@ def test_no_watchdog_outlives_its_scheduler(tiny_model):
     with pytest.raises(Exception, match="max_total_tokens|Not enough memory|page"):
         InprocScheduler(tiny_model, max_total_tokens=1)
     assert not [thread for thread in threading.enumerate() if "watchdog" in thread.name]
+
+
+def test_graph_inputs_end_with_their_scheduler(tiny_model):
+    """SGLang keeps them by name for the process: the next one's graphs would be captured on rows and slots it does not have."""
+    from sglang.srt.model_executor.input_buffers import _forward_input_buffer_pool as kept
+
+    with InprocScheduler(tiny_model):
+        kept["req_pool_indices"] = torch.full((8,), 70)
+    assert not kept
 
 
 def test_stepper_hands_over_and_ends():
