@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 LIMITS = (0.99, 1.01)
+FIRST_PORT = 23400  # below those that the kernel gives out
 
 
 def child(args) -> None:
@@ -27,7 +28,8 @@ def child(args) -> None:
     args.batches, args.miss_rates = [args.batch], None
     new_tokens = (args.warmup + args.steps) * (args.rounds + 1) + 100
     args.rounds = 1  # a line
-    with decode_step.decode_node("dense", slim_model(args.model, args.layers), args, args.batches, new_tokens) as engine:
+    model, port = slim_model(args.model, args.layers), {"nccl_port": args.port}
+    with decode_step.decode_node("dense", model, args, args.batches, new_tokens, **port) as engine:
         decode_step.randomize_index_keys(engine.kv_pool)
         decode_step.run_batch(engine, args.context, new_tokens, range(args.batch))
         print("answer", json.dumps(_tree()), flush=True)
@@ -47,10 +49,11 @@ def _tree() -> str:
 class Tree:
     """A server on one of the trees."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, index: int) -> None:
         path = str(Path(path).resolve())
         env = {**os.environ, "STOCK_SGLANG": "1", "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
-        command = [sys.executable, __file__, "--child", *sys.argv[1:]]
+        # Free ports that SGLang picks while others start may be taken before it listens there.
+        command = [sys.executable, __file__, "--child", "--port", str(FIRST_PORT + index), *sys.argv[1:]]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._path = path
 
@@ -76,7 +79,8 @@ class Tree:
 
 def compare(trees: dict, args) -> dict:
     """Times of all rounds by tree and server, and the second tree's time as a multiple of the first's."""
-    servers = [(name, Tree(path)) for _ in range(args.servers) for name, path in trees.items()]
+    names = list(trees) * args.servers
+    servers = [(name, Tree(trees[name], index)) for index, name in enumerate(names)]
     for _, server in servers:
         server.wait()
     rounds = [[] for _ in servers]
@@ -103,6 +107,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--servers", type=int, default=3, help="of each tree")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child(args)

@@ -224,23 +224,27 @@ def test_a_lone_node_leaves_nothing(tiny_model, serving_benchmarks, monkeypatch)
     assert all(sum(layer) % offload.TOP_K == 0 for layer in row["counters"]) and row["miss_rate"] > 0.05
 
 
-def test_steps_without_write_back_send_no_rows(tiny_model, serving_benchmarks, monkeypatch):
-    from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
+@pytest.mark.parametrize("part", ["write_back", "metrics"])
+def test_steps_without_a_part(part, tiny_model, serving_benchmarks, monkeypatch):
+    from sglang.srt.mem_cache.sparsity.nsa_offload import collector, controller
 
-    calls, write_back = [], SparseCacheController.write_back
-    monkeypatch.setattr(SparseCacheController, "write_back", lambda self, *args: calls.append(1) or write_back(self, *args))
-    module = serving_benchmarks("step_write_back")
-    sent = []
-    monkeypatch.setattr(module.decode_step, "round_ms", lambda engine, steps: sent.append(_sent(engine, steps, calls)) or 1.0)
+    owner, name = {
+        "write_back": (controller.SparseCacheController, "write_back"),
+        "metrics": (collector.OffloadMetricsCollector, "_publish"),
+    }[part]
+    calls, original = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *args: calls.append(1) or original(self, *args))
+    module = serving_benchmarks("step_parts")
+
+    def counted(engine, steps: int) -> int:
+        before = len(calls)
+        for _ in range(steps):
+            engine.step()
+        return len(calls) - before + 1
+
+    monkeypatch.setattr(module.decode_step, "round_ms", counted)
     args = argparse.Namespace(
-        context=900, window=128, layers=3, dtype="bfloat16", batches=[2], miss_rates=[0.1], warmup=4, steps=5, rounds=4
+        context=900, window=128, layers=3, dtype="bfloat16", batches=[2], miss_rates=[0.1], warmup=4, steps=5, rounds=4, parts=[part]
     )
     (row,) = module.measure(tiny_model, args)
-    assert sent == [5, 0, 5, 0] and row["ratio"] == 1.0 and [len(times) for times in row["step_ms"].values()] == [2, 2]
-
-
-def _sent(engine, steps: int, calls: list) -> int:
-    before = len(calls)
-    for _ in range(steps):
-        engine.step()
-    return len(calls) - before
+    assert row["step_ms"] == {"with": [6, 6], "without": [1, 1]} and row["ratio"] == 6

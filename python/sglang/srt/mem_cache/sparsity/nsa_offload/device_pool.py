@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+import numpy as np
 import torch
 
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
@@ -69,23 +70,21 @@ class NSAOffloadTokenToKVPool(NSATokenToKVPool):
             indices: ``[n]`` host slots in the order of positions, from position 0 on.
 
         Returns:
-            ``kv`` ``[layer_num, n, 1, kv_cache_dim]`` and ``index_k``, a page list per layer,
-            both on the CPU.
+            ``kv`` ``[layer_num, pages, page bytes]`` uint8 and ``index_k``, a page list per layer,
+            both on the CPU. A page belongs to one request, so its last one goes whole.
         """
         self._synchronize()
-        host_slots = indices.cpu().long()
         pages = indices[:: self.page_size].long() // self.page_size
         return {
-            "kv": self.host_pool.kv_buffer[:, host_slots],
+            "kv": torch.from_numpy(np.take(self.host_pool.pages(), pages.cpu().numpy(), axis=1)),
             "index_k": [layer[pages].cpu() for layer in self.index_k_with_scale_buffer],
         }
 
     def load_cpu_copy(self, kv_cache_cpu, indices: torch.Tensor, mamba_indices=None):
         """Write back what ``get_cpu_copy`` saved, to the slots the request owns now."""
         self._synchronize()
-        host_slots = indices.cpu().long()
         pages = indices[:: self.page_size].long() // self.page_size
-        self.host_pool.kv_buffer[:, host_slots] = kv_cache_cpu["kv"]
+        self.host_pool.pages()[:, pages.cpu().numpy()] = kv_cache_cpu["kv"].numpy()
         for layer, saved in zip(self.index_k_with_scale_buffer, kv_cache_cpu["index_k"]):
             layer[pages] = saved.to(layer.device)
         self._synchronize()

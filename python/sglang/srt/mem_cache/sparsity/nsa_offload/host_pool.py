@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
@@ -76,6 +77,14 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
         pointers = [layer.data_ptr() for layer in self.kv_buffer]
         lengths = [layer.nbytes for layer in self.kv_buffer]
         return pointers, lengths, [self.row_bytes * self.page_size] * self.layer_num
+
+    def pages(self) -> np.ndarray:
+        """The rows as ``[layer_num, pages, page bytes]`` uint8.
+
+        For numpy to copy pages of: torch's indexing goes element by element.
+        """
+        rows = self.kv_buffer.view(torch.uint8)
+        return rows.view(self.layer_num, -1, self.row_bytes * self.page_size).numpy()
 
     def close(self) -> None:
         """Give the pinned memory back to the driver; idempotent."""
