@@ -15,17 +15,27 @@ SPECULATION += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens
 PROMPTS = offload.prompts((1, 63, 64, 129, 450, 700), seed=8)
 
 
-def test_tokens(draft_model, tmp_path):
-    """Two rounds: the second takes over the slots, windows and draft rows of the first."""
-    with InprocScheduler(draft_model, **offload.server_args("fp8_e4m3")) as engine:  # neither offloads nor speculates
-        expected = engine.run(PROMPTS, NEW_TOKENS)
-    with pd.Pair(
-        draft_model,
-        tmp_path,
+def expected_tokens(model, prompts) -> list:
+    """Of a colocated server that neither offloads nor speculates."""
+    with InprocScheduler(model, **offload.server_args("fp8_e4m3")) as engine:
+        return engine.run(prompts, NEW_TOKENS)
+
+
+def start(model, folder, **env) -> pd.Pair:
+    return pd.Pair(
+        model,
+        folder,
         args=[*offload.command_line("fp8_e4m3"), *SPECULATION, "--sleep-on-idle"],
         prefill_args=["--chunked-prefill-size", "256", "--disable-radix-cache"],
         decode_args=offload.offload_command_line((STEPS + 1) * offload.TOP_K),
-    ) as pair:
+        env=env,
+    )
+
+
+def test_tokens(draft_model, tmp_path):
+    """Two rounds: the second takes over the slots, windows and draft rows of the first."""
+    expected = expected_tokens(draft_model, PROMPTS)
+    with start(draft_model, tmp_path) as pair:
         for again in (slice(3, None), slice(None)):
             answers = pair.generate_all(PROMPTS[again], NEW_TOKENS)
             assert [answer["output_ids"] for answer in answers] == expected[again]
@@ -35,4 +45,17 @@ def test_tokens(draft_model, tmp_path):
         info = json.loads(pair.decode.get("/server_info"))
         assert info["speculative_num_steps"] == STEPS and info["enable_decode_nsa_kv_offload"] is True
         assert pair.decode.healthy(), pair.decode.log_tail()
+        pair.decode.flush()
+
+
+def test_retracted_requests_continue_with_the_same_tokens(draft_model, tmp_path):
+    """By SGLang's own test switch. Their draft rows are lost, which costs accepted drafts and no token."""
+    prompts = offload.prompts([70 + 10 * i for i in range(5)], seed=6)
+    expected = expected_tokens(draft_model, prompts)
+    with start(draft_model, tmp_path, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="5") as pair:
+        answers = pair.generate_all(prompts, NEW_TOKENS)
+        retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
+        print("retractions:", retractions)
+        assert retractions > 0
+        assert [answer["output_ids"] for answer in answers] == expected
         pair.decode.flush()
