@@ -1,6 +1,6 @@
 """How many requests fit into the same device bytes, and what they make: dense, HiSparse and offloading in one run on one GPU.
 
-    HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/capacity.py --out results/h200/capacity.json
+    HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/capacity.py --out benchmark/kv_offload/results/h200/capacity.json
 
 The budget counts everything that holds KV or finds it, as allocated: pools, index keys, tables, staging. An implementation's bytes
 are linear in its requests, so two small servers tell how many fit; the server that is then measured must be within the budget.

@@ -1,6 +1,6 @@
 """One decode step of a lone decode node: dense, HiSparse and offloading in one run on one GPU.
 
-    HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/decode_step.py --out decode_step.json
+    HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/decode_step.py --miss-rates 0 0.02 0.1 --out decode_step.json
 
 With ``--miss-rates`` the top-k is replayed (`replayed_topk.py`), in every implementation alike; 0 is the cost without copies. One
 engine an implementation serves all batches and miss rates. Without, index keys are filled at random, since the fake transfer backend delivers no bytes: queries then select rows all over
@@ -139,16 +139,19 @@ def decode_node(impl: str, model: Path, args, batches: list, new_tokens: int, **
     )
 
 
-def submit(engine, context: int, new_tokens: int, room: int) -> str:
-    """A request whose prompt has come from nowhere; its rid."""
-    prompt = list(range(3, 4003)) * (context // 4000 + 1)
-    return engine.submit(prompt[:context], new_tokens, bootstrap_host=FAKE_HOST, bootstrap_room=room)
+def prompt_of(context: int) -> list:
+    return (list(range(3, 4003)) * (context // 4000 + 1))[:context]
 
 
-def run_batch(engine, context: int, new_tokens: int, rooms: range) -> None:
-    """Submit a request for each room, and step until all rooms below the last run."""
+def submit(engine, prompt: list, new_tokens: int, room: int) -> str:
+    """A request whose KV comes from nowhere; its rid."""
+    return engine.submit(prompt, new_tokens, bootstrap_host=FAKE_HOST, bootstrap_room=room)
+
+
+def run_batch(engine, prompt: list, new_tokens: int, rooms: range) -> None:
+    """Submit a request for each room, and step until they and those of the rooms below run."""
     for room in rooms:
-        submit(engine, context, new_tokens, room)
+        submit(engine, prompt, new_tokens, room)
     engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == rooms.stop)
 
 
@@ -178,15 +181,17 @@ def measure(impl: str, model: Path, args, new_tokens: int = 0) -> Iterator[dict]
             "pool_gb": round(pool_bytes(engine) / 1e9, 3),
             "build_s": round(time.time() - begin, 1),
         }
-        running, first_step = 0, []
+        if replay is not None:
+            replay.play(lists_of(steps_of(args), batches[-1], TOP_K, args.context, 0.0))
+        prompt, running, first_step = prompt_of(args.context), 0, []
         for batch in batches:
             while running < min(batch, FIRST_STEPS):
                 start = time.perf_counter()
-                rid = submit(engine, args.context, new_tokens, running)
+                rid = submit(engine, prompt, new_tokens, running)
                 engine.step_until(lambda: len(engine.outputs[rid]) > 1)
                 first_step.append((time.perf_counter() - start) * 1e3)
                 running += 1
-            run_batch(engine, args.context, new_tokens, range(running, batch))
+            run_batch(engine, prompt, new_tokens, range(running, batch))
             running = batch
             for seed, miss_rate in enumerate(rates):
                 if replay is not None:
@@ -198,8 +203,8 @@ def measure(impl: str, model: Path, args, new_tokens: int = 0) -> Iterator[dict]
                     **common,
                     "batch": batch,
                     "replayed_miss_rate": miss_rate,
-                    # From the request, whose KV has come, to the token of its first decode step.
-                    "first_step_ms": round(statistics.median(first_step[1:]), 2),
+                    # From the request, whose KV has come, to the token of its first decode step, all of whose top-k misses.
+                    "first_step_ms": round(statistics.median(first_step[1:] or first_step), 2),
                     "step_ms": round(statistics.median(times), 3),
                     "step_ms_rounds": [round(t, 3) for t in times],
                     "tokens_per_s": round(batch / statistics.median(times) * 1e3),

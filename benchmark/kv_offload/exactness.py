@@ -90,7 +90,10 @@ def run(model: Path, work: list, new_tokens: int, overlap: bool, **server_args) 
             counters = coordinator.lru.counters.tolist()
         scheduler = engine.scheduler
         if not scheduler.spec_algorithm.is_none():
-            accepted = scheduler.spec_total_num_accept_tokens + scheduler.spec_num_accept_tokens
+            accepted = {
+                "tokens": scheduler.spec_total_num_accept_tokens + scheduler.spec_num_accept_tokens,
+                "verify_steps": scheduler.spec_total_num_forward_ct + scheduler.spec_num_forward_ct,
+            }
     return {
         "outputs": outputs,
         "accepted": accepted,

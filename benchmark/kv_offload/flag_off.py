@@ -1,11 +1,10 @@
 """Decode steps with the flag off: SGLang with the series applied, beside the SGLang that it was applied to.
 
     HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/flag_off.py \
-        --trees stock=/path/with/sglang patched=/path/with/patched/sglang --out results/h200/flag_off.json
+        --trees stock=/path/with/sglang patched=/path/with/patched/sglang --out benchmark/kv_offload/results/h200/flag_off.json
 
 Each tree has some processes, each with a dense server of the slim model; rounds are timed in turn, so that all see the same
-machine. Servers of one tree differ by where their memory and threads lie, so a tree's time is the median of its servers'. The
-second tree must take 0.99 to 1.01 times as long as the first.
+machine. Servers of one tree may differ too, so a tree's time is the median of its servers'. The second tree must take 0.99 to 1.01 times as long as the first.
 """
 
 import argparse
@@ -31,7 +30,7 @@ def child(args) -> None:
     model, port = slim_model(args.model, args.layers), {"nccl_port": args.port}
     with decode_step.decode_node("dense", model, args, args.batches, new_tokens, **port) as engine:
         decode_step.randomize_index_keys(engine.kv_pool)
-        decode_step.run_batch(engine, args.context, new_tokens, range(args.batch))
+        decode_step.run_batch(engine, decode_step.prompt_of(args.context), new_tokens, range(args.batch))
         print("answer", json.dumps(_tree()), flush=True)
         for _ in sys.stdin:
             (time_ms,), _ = decode_step.time_steps(engine, args)
@@ -46,7 +45,7 @@ def _tree() -> str:
     return str(Path(sglang.__file__).resolve().parents[1])
 
 
-class Tree:
+class TreeServer:
     """A server on one of the trees."""
 
     def __init__(self, path: str, index: int) -> None:
@@ -68,7 +67,8 @@ class Tree:
 
     def close(self) -> None:
         self._process.stdin.close()
-        self._process.wait()
+        if self._process.wait() != 0:  # it checks for leaks as it ends
+            raise RuntimeError(f"the server of {self._path} ended with {self._process.returncode}")
 
     def _answer(self):
         for line in self._process.stdout:
@@ -80,7 +80,7 @@ class Tree:
 def compare(trees: dict, args) -> dict:
     """Times of all rounds by tree and server, and the second tree's time as a multiple of the first's."""
     names = list(trees) * args.servers
-    servers = [(name, Tree(trees[name], index)) for index, name in enumerate(names)]
+    servers = [(name, TreeServer(trees[name], index)) for index, name in enumerate(names)]
     for _, server in servers:
         server.wait()
     rounds = [[] for _ in servers]
@@ -90,7 +90,7 @@ def compare(trees: dict, args) -> dict:
             rounds[index].append(round(servers[index][1].round_ms(), 4))
     for _, server in servers:
         server.close()
-    times = {name: [times for (owner, _), times in zip(servers, rounds) if owner == name] for name in trees}
+    times = {name: [of_server for owner, of_server in zip(names, rounds) if owner == name] for name in trees}
     medians = {name: [statistics.median(server) for server in of_tree] for name, of_tree in times.items()}
     first, second = (statistics.median(of_tree) for of_tree in medians.values())
     row = {"batch": args.batch, "context": args.context, "layers": args.layers, "kv_dtype": args.dtype, "steps_a_round": args.steps}

@@ -1,6 +1,6 @@
 """How fast host memory is pinned, with one thread that touches the pages and with several.
 
-    python benchmark/kv_offload/pinning.py --out results/h200/pinning.json      # on a GPU
+    python benchmark/kv_offload/pinning.py --out benchmark/kv_offload/results/h200/pinning.json      # on a GPU
 """
 
 import argparse

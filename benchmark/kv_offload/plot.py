@@ -1,7 +1,7 @@
 """Draws the committed measurements of a GPU beside each other.
 
     pip install -r benchmark/kv_offload/requirements-plot.txt
-    python benchmark/kv_offload/plot.py results/h200          # writes swap_layer.svg, decode_step.svg and capacity.svg there
+    python benchmark/kv_offload/plot.py benchmark/kv_offload/results/h200          # writes swap_layer.svg, decode_step.svg and capacity.svg there
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A request that lost its slots and gets others: what its rows' way out and back costs, beside computing them again.
 
-    HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/retraction.py --out results/h200/retraction.json
+    HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/retraction.py --out benchmark/kv_offload/results/h200/retraction.json
 
 A decode node copies host rows and index keys of a retracted request to pageable memory and back (`get_cpu_copy`,
 `load_cpu_copy`). A colocated server prefills again; so is the other figure taken here. The slim model's layers compute much less
@@ -37,8 +37,7 @@ def copies(model: Path, args) -> dict:
     with decode_step.decode_node("ours", model, args, [1], 64, disable_cuda_graph=True) as engine:
         decode_step.randomize_index_keys(engine.kv_pool)
         engine.kv_pool.host_pool.kv_buffer.view(torch.uint8).random_(1, 100)
-        prompt = (list(range(3, 2003)) * (args.context // 2000 + 1))[: args.context]
-        rid = engine.submit(prompt, 64, bootstrap_host=decode_step.FAKE_HOST, bootstrap_room=0)
+        rid = decode_step.submit(engine, decode_step.prompt_of(args.context), 64, 0)
         engine.step_until(lambda: len(engine.outputs[rid]) > 1)
         slots, pool = engine.slots(rid)[: args.context], engine.kv_pool
         for _ in range(args.repeats):

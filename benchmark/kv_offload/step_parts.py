@@ -1,10 +1,10 @@
 """What a part adds to a decode step: one server, rounds with and without it in turn.
 
-    HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/step_parts.py --out results/h200/step_parts.json
+    HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/step_parts.py --out benchmark/kv_offload/results/h200/step_parts.json
 
-``write_back``: the copies of new rows to the host. ``metrics``: log text and Prometheus values of offloading, read in every step,
-where a server reads them once in 40 (``--decode-log-interval``). Two servers would differ by more than a part costs. The top-k is
-replayed; what it selects does not depend on the rows.
+``write_back``: new rows on their way to the host, lists and copies. ``metrics``: log text and Prometheus values of offloading, read in every step,
+where a server reads them once in 40 (``--decode-log-interval``). A server a part; the top-k is replayed, what it selects does not
+depend on the rows.
 """
 
 import json
@@ -24,10 +24,10 @@ PARTS = ("write_back", "metrics")
 @contextmanager
 def without(part: str) -> Iterator[None]:
     """While open, decode steps leave it out."""
-    from sglang.srt.mem_cache.sparsity.nsa_offload import collector, controller, metrics
+    from sglang.srt.mem_cache.sparsity.nsa_offload import collector, coordinator, metrics
 
     replaced = {
-        "write_back": [(controller.SparseCacheController, "write_back", lambda *args: None)],
+        "write_back": [(coordinator.NSAOffloadCoordinator, "forward_end", _forget_rows)],
         "metrics": [
             (metrics.OffloadMetrics, "log_text", lambda self: ""),
             (collector.OffloadMetricsCollector, "log_stats", collector.SchedulerMetricsCollector.log_stats),
@@ -39,31 +39,37 @@ def without(part: str) -> Iterator[None]:
         yield
 
 
-def measure(model: Path, args) -> Iterator[dict]:
-    """Rows: one for each part and miss rate."""
-    batch = args.batches[-1]
-    new_tokens = decode_step.tokens_made(len(args.parts), args)
-    reads = {"enable_metrics": True, "decode_log_interval": 1} if "metrics" in args.parts else {}
+def _forget_rows(self, batch, result) -> None:
+    """In place of ``forward_end``: the step's rows count as written, and are not."""
+    for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist()):
+        lease = self._leases.get(req.req_pool_idx)
+        if lease is not None:
+            lease.end_position = length
+
+
+def measure(part: str, model: Path, args) -> Iterator[dict]:
+    """Rows: one for each miss rate."""
+    batch, new_tokens = args.batch, decode_step.tokens_made(1, args)
+    reads = {"enable_metrics": True, "decode_log_interval": 1} if part == "metrics" else {}
     node = decode_step.decode_node("ours", model, args, [batch], new_tokens, **reads)
     with decode_step.chosen_topk(args) as replay, node as engine:
-        decode_step.run_batch(engine, args.context, new_tokens, range(batch))
-        for part in args.parts:
-            for seed, miss_rate in enumerate(args.miss_rates):
-                decode_step.synchronize()
-                steps = decode_step.steps_of(args)
-                replay.play(decode_step.lists_of(steps, batch, decode_step.TOP_K, args.context, miss_rate, seed))
-                for _ in range(args.warmup):
-                    engine.step()
-                rounds = {"with": [], "without": []}
-                for turn in range(args.rounds):
-                    side = "with" if turn % 2 == 0 else "without"
-                    with without(part) if side == "without" else nullcontext():
-                        rounds[side].append(decode_step.round_ms(engine, args.steps))
-                ratio = statistics.median(rounds["with"]) / statistics.median(rounds["without"])
-                row = {"part": part, "batch": batch, "context": args.context, "layers": args.layers, "kv_dtype": args.dtype}
-                row.update(window=args.window, replayed_miss_rate=miss_rate, steps_a_round=args.steps)
-                row["step_ms"] = {side: [round(ms, 4) for ms in times] for side, times in rounds.items()}
-                yield {**row, "ratio": round(ratio, 4)}
+        decode_step.run_batch(engine, decode_step.prompt_of(args.context), new_tokens, range(batch))
+        for seed, miss_rate in enumerate(args.miss_rates):
+            decode_step.synchronize()
+            lists = decode_step.lists_of(decode_step.steps_of(args), batch, decode_step.TOP_K, args.context, miss_rate, seed)
+            replay.play(lists)
+            for _ in range(args.warmup):
+                engine.step()
+            rounds = {"with": [], "without": []}
+            for turn in range(args.rounds):
+                side = "with" if turn % 2 == 0 else "without"
+                with without(part) if side == "without" else nullcontext():
+                    rounds[side].append(decode_step.round_ms(engine, args.steps))
+            ratio = statistics.median(rounds["with"]) / statistics.median(rounds["without"])
+            row = {"part": part, "batch": batch, "context": args.context, "layers": args.layers, "kv_dtype": args.dtype}
+            row.update(window=args.window, replayed_miss_rate=miss_rate, steps_a_round=args.steps)
+            row["step_ms"] = {side: [round(ms, 4) for ms in times] for side, times in rounds.items()}
+            yield {**row, "ratio": round(ratio, 4)}
         engine.abort(all_requests=True)
         engine.drain()
 
@@ -74,14 +80,15 @@ def main() -> None:
     parser = decode_step.parser_of(__doc__)
     parser.set_defaults(miss_rates=[0.0, 0.02], steps=20, rounds=20)
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
-    parser.add_argument("--batches", nargs=1, type=int, default=[64], metavar="BATCH")
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=32768)
     args = parser.parse_args()
-    rows = []
-    for row in measure(slim_model(args.model, args.layers), args):
-        rows.append({"gpu": torch.cuda.get_device_name() if decode_step.ON_GPU else "none", **row})
-        print(json.dumps(rows[-1]), flush=True)
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    args.batches, rows = [args.batch], []
+    for part in args.parts:
+        for row in measure(part, slim_model(args.model, args.layers), args):
+            rows.append({"gpu": torch.cuda.get_device_name() if decode_step.ON_GPU else "none", **row})
+            print(json.dumps(rows[-1]), flush=True)
+            args.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

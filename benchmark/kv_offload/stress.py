@@ -112,7 +112,8 @@ def live(engine, stamps, args) -> dict:
 
 
 def lone_node(args) -> dict:
-    """A decode node alone, index keys at random: 64 requests of 32K and 8 of 128K, half of them make half as many tokens; then nothing is left."""
+    """A decode node alone, index keys at random: 64 requests of 32K and 8 of 128K, half of them make half as many tokens; then nothing is left. No stamps: leak
+    checks raise."""
     import decode_step
     from exactness import slim_model
 
@@ -121,10 +122,9 @@ def lone_node(args) -> dict:
     begin, new_tokens = time.time(), args.steps + 8
     with decode_step.decode_node("ours", slim_model(args.model, args.layers), options, [len(lengths)], new_tokens) as engine:
         decode_step.randomize_index_keys(engine.kv_pool)
-        tokens = list(range(3, 4003)) * (max(lengths) // 4000 + 1)
         for room, length in enumerate(lengths):
             wanted = new_tokens if room % 2 else new_tokens // 2
-            engine.submit(tokens[:length], wanted, bootstrap_host=decode_step.FAKE_HOST, bootstrap_room=room)
+            decode_step.submit(engine, decode_step.prompt_of(length), wanted, room)
         engine.step_until(lambda: engine.scheduler.running_batch.batch_size() == len(lengths))
         for _ in range(args.steps):
             engine.step()

@@ -1,6 +1,6 @@
 """What one layer's swap costs: the CUDA kernels, HiSparse's, a stock copy of the same rows, and the link's limit, in one run.
 
-    python benchmark/kv_offload/swap_layer.py --out results/h200/swap_layer.json      # on a Hopper GPU, ~6 minutes
+    python benchmark/kv_offload/swap_layer.py --out benchmark/kv_offload/results/h200/swap_layer.json      # on a Hopper GPU, ~2 minutes
 
 Steady state and first touch: each step keeps (1 - miss rate) of the last top-k and takes positions that were never resident
 for the rest; layers take turns, each with its own pool, tables and windows; up to 22 GB of pool in up to 256 layers; each

@@ -1,13 +1,13 @@
 """Rows on their way to the host: what a decode step's write-back and a prompt's rows cost, beside one large copy.
 
-    python benchmark/kv_offload/write_back.py --out results/h200/write_back.json      # on a Hopper GPU, ~30 seconds
+    python benchmark/kv_offload/write_back.py --out benchmark/kv_offload/results/h200/write_back.json      # on a Hopper GPU, ~30 seconds
 
 Each launch writes rows of its own. Times are medians of the copy stream's, the host's launches hidden behind a spin kernel; the
 field launch_us is what the scheduler's thread spends on it.
 
 Rows: what is one of
-  step      the new rows of a batch in all layers (SparseCacheController.write_back); host slots all over the pool
-  prompt    a prompt's rows, layer by layer (store_layer); host slots in shuffled pages of 64
+  step      the new rows of a batch in all layers (SparseCacheController.write_back); host slots all over the pool, device slots at random
+  prompt    a prompt's rows, layer by layer (store_layer); host slots in shuffled pages of 64, device slots at random
 and impl is ours, per_layer (the stock per-layer kernel, as HiSparse backs up), or copy (one copy of as many bytes).
 """
 

@@ -106,12 +106,12 @@ class TestDevicePool(CustomTestCase):
                 saved = pool.get_cpu_copy(old.to(DEVICE))
                 rows[:, old] = 0
                 pool.load_cpu_copy(saved, new.to(DEVICE), mamba_indices=None)
-                self.assertTrue(torch.equal(rows[:, new], before[:, old]))
-                others = torch.ones(rows.shape[1], dtype=torch.bool)
-                others[old] = False
-                for page in (9, 4):
-                    others[page * PAGE : (page + 1) * PAGE] = False
-                self.assertTrue(torch.equal(rows[:, others], before[:, others]))
+                expected = before.clone()
+                expected[:, old] = 0
+                for source, target in ((5, 9), (2, 4)):
+                    of_page = [slice(page * PAGE, (page + 1) * PAGE) for page in (source, target)]
+                    expected[:, of_page[1]] = before[:, of_page[0]]
+                self.assertTrue(torch.equal(rows, expected))
                 for keys, was in zip(pool.index_k_with_scale_buffer, keys_before):
                     expected = was.clone()
                     expected[[9, 4]] = was[[5, 2]]

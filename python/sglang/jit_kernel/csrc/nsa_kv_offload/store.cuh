@@ -1,7 +1,7 @@
 /// Copies rows of some layers from the device to the host pool.
 ///
 /// A block takes up to kStoreTile rows of one layer as one run of 16-byte units: no lane idles at a row's end, and
-/// rows that lie side by side in both pools, as a prompt's do, go over the link in whole lines.
+/// rows that lie side by side on the host, as a prompt's do, go over the link in whole lines.
 #pragma once
 
 #include <sgl_kernel/utils.cuh>

@@ -71,7 +71,7 @@ class NSAOffloadTokenToKVPool(NSATokenToKVPool):
 
         Returns:
             ``kv`` ``[layer_num, pages, page bytes]`` uint8 and ``index_k``, a page list per layer,
-            both on the CPU. A page belongs to one request, so its last one goes whole.
+            both on the CPU. A last, partial page is the request's own, so it goes whole.
         """
         self._synchronize()
         pages = indices[:: self.page_size].long() // self.page_size
