@@ -39,7 +39,7 @@ class _SwapParams(ctypes.Structure):
             for name in (
                 "topk",
                 "batch_windows",
-                "batch_rows",
+                "request_rows",
                 "seq_lens",
                 "ring_begin",
                 "req_to_token",
@@ -51,7 +51,7 @@ class _SwapParams(ctypes.Structure):
             )
         ]
         + [("queue", _MissQueue), ("row_stride", ctypes.c_int64), ("context", ctypes.c_int64)]
-        + [(name, ctypes.c_int) for name in ("k", "lasting", "lru_slots", "ring_slots", "first_window_slot", "window_slots")]
+        + [(name, ctypes.c_int) for name in ("entries", "lasting", "lru_slots", "ring_slots", "first_window_slot", "window_slots")]
     )
 
 

@@ -201,7 +201,7 @@ def test_fault_changes_tokens(tiny_model, expected, fault):
 
 # In the stages of a swap that one launch does together.
 KERNEL_FAULTS = {
-    "rows of another request": ("swap.cuh", "params.batch_rows[row] * params.row_stride", "row * params.row_stride"),
+    "rows of another request": ("swap.cuh", "params.request_rows[row] * params.row_stride", "row * params.row_stride"),
     "positions map to the neighbour's host slot": ("swap.cuh", "host_slot_of[positions[e]]", "host_slot_of[positions[e] ^ 1]"),
     "a victim's position kept": ("swap.cuh", "if (evicted[e] >= 0) offset_of[evicted[e]] = kAbsent;", ""),
     "a row entered as its neighbour": ("swap.cuh", "static_cast<int16_t>(offsets[e]);", "static_cast<int16_t>(offsets[e] ^ 1);"),

@@ -51,7 +51,7 @@ def swap(case: SimpleNamespace) -> SimpleNamespace:
         for victim, position in zip(victims, misses):
             out.offset_of_position[window, position] = victim
             out.position_at_offset[window, victim] = position
-            host_slot = int(case.req_to_token[case.batch_rows[b], position])
+            host_slot = int(case.req_to_token[case.request_rows[b], position])
             out.loads.append((host_slot, base + victim))
         # What only drafts select is no younger than before, and enters older than what was used of late.
         lasting = {int(out.offset_of_position[window, p]) for p in topk[: case.lasting] if p in in_lru}
@@ -119,7 +119,7 @@ def random_case(seed: int, batch: int = 4, shape=None, stale: bool = False, dupl
     if batch > 2:
         case.batch_windows[rng.randrange(batch)] = -1
         case.topk[rng.randrange(batch)] = -1
-    case.batch_rows = torch.tensor(rng.sample(range(batch + 3), batch), dtype=torch.int32)
+    case.request_rows = torch.tensor(rng.sample(range(batch + 3), batch), dtype=torch.int32)
     # Few host slots, so that requests share some; or many, so that blocks take more than one chunk of them.
     case.num_host_rows = 2 * context + 37 + (9000 if seed % 4 == 1 else 0)
     case.req_to_token = torch.stack(

@@ -170,7 +170,7 @@ class TestFaultsAreSeen(CustomTestCase):
         "next owner finds the reverse mapping": ("self.position_at_offset[:, windows] = -1", "pass"),
         "ring of one": ("            self.ring_slots,\n", "            1,\n"),
         "windows overlap": ("self.lru_slots + self.ring_slots,", "self.lru_slots,"),
-        "rows of the batch, not of the requests": ("            batch_rows,\n            seq_lens", "            batch_windows,\n            seq_lens"),
+        "rows of the batch, not of the requests": ("            request_rows,\n            seq_lens", "            batch_windows,\n            seq_lens"),
     }  # fmt: skip
 
     def test_each(self):

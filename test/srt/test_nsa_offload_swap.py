@@ -312,7 +312,7 @@ class Decode:
                 1,
                 layer,
                 batch_windows=windows,
-                batch_rows=rows,
+                request_rows=rows,
                 batch_lens=torch.tensor([*lengths, 0], dtype=torch.int32, device=DEVICE),
                 queries=queries,
             )
@@ -387,7 +387,7 @@ class TestFaultsAreSeen(CustomTestCase):
         "one layer written back": (controller, "self._store(self._ptrs,", "self._store(self._ptrs_of_layer[0],"),
     }  # fmt: skip
     STEP_FAULTS = {
-        "host slots of one request for all": (adaptor, "            batch_rows,\n", "            batch_rows * 0 + 1,\n"),
+        "host slots of one request for all": (adaptor, "            request_rows,\n", "            request_rows * 0 + 1,\n"),
         "misses not loaded": (adaptor, "self._controller.load_layer(layer_id, self._queue)", "self._queue.state.zero_(), self._queue.wanted.zero_()"),
         "every layer uses the residency of layer 0": (adaptor, "self._lru.prepare_layer_swap(\n            layer_id,", "self._lru.prepare_layer_swap(\n            0,"),
         "former owner's mapping stays": (lru_cache, "self.offset_of_position[:, windows] = -1", "pass"),

@@ -58,7 +58,7 @@ def run_swap(case):
     t.page_table = kernels.swap_topk(
         t.topk,
         t.batch_windows,
-        t.batch_rows,
+        t.request_rows,
         t.seq_lens,
         t.ring_begin,
         t.req_to_token[:, : case.context],
@@ -245,7 +245,7 @@ class TestSwap(CustomTestCase):
             for position, slot in zip(case.topk[b].tolist(), t.page_table[b].tolist()):
                 first_in_ring = max(int(case.ring_begin[window]), int(case.seq_lens[b]) - case.ring_slots)
                 if 0 <= position < first_in_ring and held[window, position] < 0:
-                    host_slot = int(case.req_to_token[case.batch_rows[b], position])
+                    host_slot = int(case.req_to_token[case.request_rows[b], position])
                     self.assertTrue(torch.equal(after[slot], host[host_slot]), (b, position))
 
     def test_launches_that_follow_each_other(self):
@@ -345,7 +345,7 @@ class TestSwap(CustomTestCase):
         for rows in (4, 0):
             case = oracle.random_case(2)
             case.batch_windows.fill_(-1)
-            for name in ("topk", "batch_windows", "seq_lens", "batch_rows"):
+            for name in ("topk", "batch_windows", "seq_lens", "request_rows"):
                 setattr(case, name, getattr(case, name)[:rows])
             for ordered, order in self.modes():
                 self.compare(case, ordered, order)
@@ -362,7 +362,7 @@ class TestSwap(CustomTestCase):
                 t.topk = torch.stack([torch.randperm(n)[:24] for n in (90, 196)]).int().to(DEVICE)
                 before = t.last_used.clone(), t.position_at_offset.clone()
                 kernels.swap_topk(
-                    *(t.topk, t.batch_windows, t.batch_rows, t.seq_lens, t.ring_begin, t.req_to_token),
+                    *(t.topk, t.batch_windows, t.request_rows, t.seq_lens, t.ring_begin, t.req_to_token),
                     *(t.offset_of_position, t.position_at_offset, t.last_used, t.counters, queue),
                     *(24, 4, oracle.RING_WINDOW_BASE, case.window_slots),
                 )
@@ -395,7 +395,7 @@ class TestFaults(CustomTestCase):
         "youngest first": ("swap.cuh", "bucket > boundary", "bucket < boundary"),
         "evicted position kept": ("swap.cuh", "if (evicted[e] >= 0) offset_of[evicted[e]] = kAbsent;", ""),
         "new position not entered": ("swap.cuh", "position_at[offsets[e]] = positions[e];", ""),
-        "host slot of another row": ("swap.cuh", "params.batch_rows[row] * params.row_stride", "row * params.row_stride"),
+        "host slot of another row": ("swap.cuh", "params.request_rows[row] * params.row_stride", "row * params.row_stride"),
         "ranks off by one": ("swap.cuh", "rank = misses.before;", "rank = misses.before > 0 ? misses.before - 1 : 0;"),
         "ring of another size": ("swap.cuh", "positions[e] % params.ring_slots", "positions[e] % (params.ring_slots + 1)"),
         "no barrier before the victims": (

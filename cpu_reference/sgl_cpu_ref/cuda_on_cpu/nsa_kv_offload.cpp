@@ -19,7 +19,7 @@ const char* run_swap(int entries, const SwapParams& params, int batch, int order
   ((entries == kEntries
         ? void(error = cuda_on_cpu::launch(
                    batch, kThreads, static_cast<cuda_on_cpu::Order>(order), seed, shared_memory,
-                   swap_shared_bytes(params.k, params.lru_slots), [&] { swap_kernel<kThreads, kEntries>(params); }))
+                   swap_shared_bytes(params.entries, params.lru_slots), [&] { swap_kernel<kThreads, kEntries>(params); }))
         : void()),
    ...);
   return error;

@@ -91,7 +91,7 @@ def compile_kernels(top_k: int, row_bytes: int) -> None:
 def swap_topk(
     topk: torch.Tensor,
     batch_windows: torch.Tensor,
-    batch_rows: torch.Tensor,
+    request_rows: torch.Tensor,
     seq_lens: torch.Tensor,
     ring_begin: torch.Tensor,
     req_to_token: torch.Tensor,
@@ -108,7 +108,7 @@ def swap_topk(
     """Make one layer's top-k resident: tables, page table, and the queue of rows to load.
 
     A verify step of speculative decoding has Q queries a request: their top-k lists stand one after the
-    other, K entries in all, and all become resident together. Only the first query's token is sure to stay,
+    other, E entries in all, and all become resident together. Only the first query's token is sure to stay,
     so only its entries (``lasting``) count as uses: what the drafts alone select is there for this step, and
     is no younger after it; loaded, it is older than what was used in the last 16K steps.
 
@@ -118,9 +118,9 @@ def swap_topk(
     power of two.
 
     Args:
-        topk: ``[B, K]`` int32 positions, -1 for none, contiguous; K at most ``lru_slots``.
+        topk: ``[B, E]`` int32 positions, -1 for none, contiguous; E at most ``lru_slots``.
         batch_windows: ``[B]`` int32 window of each batch row, -1 for padding; no window twice.
-        batch_rows: ``[B]`` int32 request rows.
+        request_rows: ``[B]`` int32 request rows.
         seq_lens: ``[B]`` int32 length with this step's tokens; grows from step to step.
         ring_begin: ``[num_windows]`` int32 first position that decoding wrote to the ring.
         req_to_token: ``[rows, >= context]`` int32 host slots.
@@ -129,19 +129,19 @@ def swap_topk(
         last_used: ``[num_windows, lru_slots]`` int16, low bits of the length at the last use; changed.
         counters: ``[3]`` int64; hits, ring hits and misses (each load once) are added.
         queue: empty on entry.
-        lasting: leading entries of a row that count as uses; K without speculation.
+        lasting: leading entries of a row that count as uses; E, the top-k, without speculation.
         ring_slots: slots of the ring, at offsets ``lru_slots + position % ring_slots``.
         first_window_slot: device slot of window 0.
         window_slots: device slots from one window to the next.
 
     Returns:
-        ``[B, K]`` int32 device slots in the order of the top-k; -1 for none, 0 in padded rows.
+        ``[B, E]`` int32 device slots in the order of the top-k; -1 for none, 0 in padded rows.
     """
     page_table = torch.empty_like(topk)
     _swap_module(topk.shape[1]).run(
         topk,
         batch_windows,
-        batch_rows,
+        request_rows,
         seq_lens,
         ring_begin,
         req_to_token,

@@ -39,7 +39,7 @@ struct Swap {
   static void
   run(const tvm::ffi::TensorView topk,
       const tvm::ffi::TensorView batch_windows,
-      const tvm::ffi::TensorView batch_rows,
+      const tvm::ffi::TensorView request_rows,
       const tvm::ffi::TensorView seq_lens,
       const tvm::ffi::TensorView ring_begin,
       const tvm::ffi::TensorView req_to_token,
@@ -59,18 +59,18 @@ struct Swap {
       const int64_t window_slots) {
     using namespace host;
     auto B = SymbolicSize{"batch"};
-    auto K = SymbolicSize{"top-k"};
+    auto E = SymbolicSize{"entries"};
     auto N = SymbolicSize{"windows"};
     auto C = SymbolicSize{"context"};
     auto W = SymbolicSize{"LRU slots"};
     auto R = SymbolicSize{"request row stride"};
     auto device = SymbolicDevice{};
-    TensorMatcher({B, K}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(topk).verify(page_table);
+    TensorMatcher({B, E}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(topk).verify(page_table);
     TensorMatcher({B})
         .with_dtype<int32_t>()
         .with_device<kDLCUDA>(device)
         .verify(batch_windows)
-        .verify(batch_rows)
+        .verify(request_rows)
         .verify(seq_lens);
     TensorMatcher({N}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(ring_begin);
     TensorMatcher({-1, -1})
@@ -83,22 +83,27 @@ struct Swap {
     TensorMatcher({N, W}).with_dtype<int16_t>().with_device<kDLCUDA>(device).verify(last_used);
     TensorMatcher({3}).with_dtype<int64_t>().with_device<kDLCUDA>(device).verify(counters);
     const int batch = static_cast<int>(B.unwrap());
-    const int k = static_cast<int>(K.unwrap());
+    const int entries = static_cast<int>(E.unwrap());
     const int lru_slots = static_cast<int>(W.unwrap());
-    RuntimeCheck(k <= lru_slots && lru_slots <= 1 << 15, "top-k ", k, " over ", lru_slots, " LRU slots");
-    RuntimeCheck(k < 1 << 15, "top-k ", k, " does not fit the 16-bit claims");
+    RuntimeCheck(entries <= lru_slots && lru_slots <= 1 << 15, entries, " entries over ", lru_slots, " LRU slots");
+    RuntimeCheck(entries < 1 << 15, entries, " entries do not fit the 16-bit claims");
     RuntimeCheck(
-        swap_shared_bytes(k, lru_slots) <= 48 << 10, "top-k ", k, " and ", lru_slots, " LRU slots exceed shared memory");
-    RuntimeCheck(k <= kThreads * kEntries, "top-k ", k, " is above ", kThreads * kEntries);
+        swap_shared_bytes(entries, lru_slots) <= 48 << 10,
+        entries,
+        " entries and ",
+        lru_slots,
+        " LRU slots exceed shared memory");
+    RuntimeCheck(entries <= kThreads * kEntries, entries, " entries are above ", kThreads * kEntries);
     // No window stands twice in a batch, and padded rows queue nothing.
     const int64_t requests = batch < N.unwrap() ? batch : N.unwrap();
-    RuntimeCheck(host_slots.size(0) / 2 >= requests * k, "the miss queue holds fewer than ", requests * k, " entries");
+    const int64_t most = requests * entries;
+    RuntimeCheck(host_slots.size(0) / 2 >= most, "the miss queue holds fewer than ", most, " entries");
     if (batch == 0) return;
 
     const auto params = SwapParams{
         static_cast<const int32_t*>(topk.data_ptr()),
         static_cast<const int32_t*>(batch_windows.data_ptr()),
-        static_cast<const int32_t*>(batch_rows.data_ptr()),
+        static_cast<const int32_t*>(request_rows.data_ptr()),
         static_cast<const int32_t*>(seq_lens.data_ptr()),
         static_cast<const int32_t*>(ring_begin.data_ptr()),
         static_cast<const int32_t*>(req_to_token.data_ptr()),
@@ -110,13 +115,13 @@ struct Swap {
         view_queue(host_slots, device_slots, wanted, target, state),
         R.unwrap(),
         C.unwrap(),
-        k,
+        entries,
         static_cast<int>(lasting),
         lru_slots,
         static_cast<int>(ring_slots),
         static_cast<int>(first_window_slot),
         static_cast<int>(window_slots)};
-    LaunchKernel(batch, kThreads, device.unwrap(), swap_shared_bytes(k, lru_slots))(
+    LaunchKernel(batch, kThreads, device.unwrap(), swap_shared_bytes(entries, lru_slots))(
         swap_kernel<kThreads, kEntries>, params);
   }
 };

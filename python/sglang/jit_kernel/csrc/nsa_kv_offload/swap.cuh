@@ -19,9 +19,9 @@ constexpr int kTouched = 1;      // mark of a slot that this step's top-k uses; 
 constexpr int kMarksPerWord = 4;
 
 struct SwapParams {
-  const int32_t* topk;           // [batch, k] positions, -1 for none; of several queries, one after the other
+  const int32_t* topk;           // [batch, entries] positions, -1 for none; of several queries, one after the other
   const int32_t* batch_windows;  // [batch] -1 for padding
-  const int32_t* batch_rows;     // [batch] request rows
+  const int32_t* request_rows;     // [batch] request rows
   const int32_t* seq_lens;       // [batch] with this step's tokens
   const int32_t* ring_begin;     // [windows] first position that decoding wrote to the ring
   const int32_t* req_to_token;   // [rows, row_stride] host slots
@@ -29,11 +29,11 @@ struct SwapParams {
   int32_t* position_at_offset;   // [windows, lru_slots]
   uint16_t* last_used;           // [windows, lru_slots] low bits of the sequence length
   unsigned long long* counters;  // [3] hits, ring hits, misses
-  int32_t* page_table;           // [batch, k] out: device slots
+  int32_t* page_table;           // [batch, entries] out: device slots
   MissQueue queue;
   int64_t row_stride;
   int64_t context;
-  int k;
+  int entries;
   int lasting;  // entries before it are of a token that stays; the others' drafts may be refused
   int lru_slots;
   int ring_slots;
@@ -41,7 +41,7 @@ struct SwapParams {
   int window_slots;
 };
 
-/// Shared memory of a block; behind it lie `victims` [k] and `marks` [lru_slots], a byte a slot.
+/// Shared memory of a block; behind it lie `victims` [entries] and `marks` [lru_slots], a byte a slot.
 struct SwapShared {
   int scan_sums[2][kMaxWarps];
   int search_sums[2][kMaxWarps];
@@ -160,26 +160,26 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
   extern __shared__ uint32_t shared_memory[];
   SwapShared& shared = *reinterpret_cast<SwapShared*>(shared_memory);
   uint16_t* victims = reinterpret_cast<uint16_t*>(&shared + 1);
-  uint32_t* mark_words = reinterpret_cast<uint32_t*>(victims + (params.k + 1) / 2 * 2);
+  uint32_t* mark_words = reinterpret_cast<uint32_t*>(victims + (params.entries + 1) / 2 * 2);
   uint8_t* marks = reinterpret_cast<uint8_t*>(mark_words);
   static_assert(kThreads % kWarpSize == 0 && kThreads <= kMaxWarps * kWarpSize && kEntries <= 32);
 
   device::PDLTriggerSecondary<true>();  // the gather may take its places; it waits for the end of all this
   const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int64_t row = blockIdx.x;
-  const int32_t* topk = params.topk + row * params.k;
-  int32_t* page_table = params.page_table + row * params.k;
+  const int32_t* topk = params.topk + row * params.entries;
+  int32_t* page_table = params.page_table + row * params.entries;
   const int first_entry = thread * kEntries;
   int positions[kEntries];
 #pragma unroll
-  for (int e = 0; e < kEntries; ++e) positions[e] = first_entry + e < params.k ? topk[first_entry + e] : -1;
+  for (int e = 0; e < kEntries; ++e) positions[e] = first_entry + e < params.entries ? topk[first_entry + e] : -1;
 
   const int64_t window = params.batch_windows[row];
   if (window < 0) {
     // A padded row reads the dummy slot 0, as in the base, and owns nothing.
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) {
-      if (first_entry + e < params.k) page_table[first_entry + e] = positions[e] < 0 ? -1 : 0;
+      if (first_entry + e < params.entries) page_table[first_entry + e] = positions[e] < 0 ? -1 : 0;
     }
     return;
   }
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
   int16_t* offset_of = params.offset_of_position + window * params.context;
   int32_t* position_at = params.position_at_offset + window * params.lru_slots;
   uint16_t* last_used = params.last_used + window * params.lru_slots;
-  const int32_t* host_slot_of = params.req_to_token + params.batch_rows[row] * params.row_stride;
+  const int32_t* host_slot_of = params.req_to_token + params.request_rows[row] * params.row_stride;
   int offsets[kEntries];
 #pragma unroll
   for (int e = 0; e < kEntries; ++e) {
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
   unsigned num_hits = 0, num_in_ring = 0;
 #pragma unroll
   for (int e = 0; e < kEntries; ++e) {
-    if (first_entry + e >= params.k || (absent >> e & 1)) continue;
+    if (first_entry + e >= params.entries || (absent >> e & 1)) continue;
     int slot = -1;
     if (positions[e] >= first_in_ring) {
       slot = window_slot + params.lru_slots + positions[e] % params.ring_slots;
@@ -304,8 +304,8 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
 }
 
 /// Bytes of shared memory that a block needs.
-inline int swap_shared_bytes(int k, int lru_slots) {
-  return static_cast<int>(sizeof(SwapShared)) + (k + 1) / 2 * 2 * 2 +
+inline int swap_shared_bytes(int entries, int lru_slots) {
+  return static_cast<int>(sizeof(SwapShared)) + (entries + 1) / 2 * 2 * 2 +
          (lru_slots + kMarksPerWord - 1) / kMarksPerWord * kMarksPerWord;
 }
 

@@ -50,7 +50,7 @@ class NSAOffloadBackendAdaptor(NSABackendAdaptor):
         layer_id: int,
         *,
         batch_windows: torch.Tensor,
-        batch_rows: torch.Tensor,
+        request_rows: torch.Tensor,
         batch_lens: torch.Tensor,
         queries: int,
         **kwargs,
@@ -61,7 +61,7 @@ class NSAOffloadBackendAdaptor(NSABackendAdaptor):
             selected_indices: ``[B * Q, K]`` int32 positions, -1 for none.
             layer_id: layer within this rank.
             batch_windows: ``[B]`` int32, -1 for padding.
-            batch_rows: ``[B]`` int32 request rows.
+            request_rows: ``[B]`` int32 request rows.
             batch_lens: ``[B]`` int32 lengths with this step's tokens.
             queries: Q, of one request.
 
@@ -74,7 +74,7 @@ class NSAOffloadBackendAdaptor(NSABackendAdaptor):
             selected_indices.reshape(-1, queries * selected_indices.shape[1]),
             batch_windows,
             batch_lens,
-            batch_rows,
+            request_rows,
             req_to_token,
             self._first_window_slot,
             self._queue,

@@ -249,7 +249,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         self._batch_windows = torch.full(
             (max_batch,), -1, dtype=torch.int32, device=self.device
         )
-        self._batch_rows = torch.zeros((max_batch,), dtype=torch.int32, device=self.device)
+        self._request_rows = torch.zeros((max_batch,), dtype=torch.int32, device=self.device)
         self._batch_lens = torch.zeros((max_batch,), dtype=torch.int32, device=self.device)
         self._write_slots = torch.zeros(
             (max_batch * self.sizes.queries,), dtype=torch.int64, device=self.device
@@ -307,7 +307,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
             + new_positions % sizes.ring_slots
         )
         self._batch_windows[:num_real] = windows
-        self._batch_rows[:num_real] = rows.int()
+        self._request_rows[:num_real] = rows.int()
         self._batch_lens[:num_real] = lens.int()
         self._write_slots[: num_real * queries] = torch.where(
             windows[:, None] >= 0, ring_slots, 0
@@ -319,7 +319,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         """Make requests from ``first`` on padding: graph capture and warm-up leave no trace."""
         self._queries = self.sizes.queries if forward_mode.is_target_verify() else 1
         self._batch_windows[first:batch_size] = -1
-        self._batch_rows[first:batch_size] = 0
+        self._request_rows[first:batch_size] = 0
         self._batch_lens[first:batch_size] = 0
         self._write_slots[first * self._queries : batch_size * self._queries] = 0
         self._batch_size = batch_size
@@ -377,7 +377,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
             page_size=self.page_size,
             layer_id=layer.layer_id - self.start_layer,
             batch_windows=self._batch_windows[: self._batch_size],
-            batch_rows=self._batch_rows[: self._batch_size],
+            request_rows=self._request_rows[: self._batch_size],
             batch_lens=self._batch_lens[: self._batch_size],
             queries=self._queries,
         )

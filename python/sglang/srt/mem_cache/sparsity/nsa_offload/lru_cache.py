@@ -70,7 +70,7 @@ class LRUCacheState:
         topk: torch.Tensor,
         batch_windows: torch.Tensor,
         seq_lens: torch.Tensor,
-        batch_rows: torch.Tensor,
+        request_rows: torch.Tensor,
         req_to_token: torch.Tensor,
         first_window_slot: int,
         queue: MissQueue,
@@ -87,7 +87,7 @@ class LRUCacheState:
                 after the other.
             batch_windows: ``[B]`` int32, -1 for padding.
             seq_lens: ``[B]`` int32 with this step's tokens.
-            batch_rows: ``[B]`` int32 request rows.
+            request_rows: ``[B]`` int32 request rows.
             req_to_token: ``[rows, >= context]`` int32 host slots.
             first_window_slot: device slot of window 0.
             queue: empty; filled.
@@ -99,7 +99,7 @@ class LRUCacheState:
         return swap_topk(
             topk,
             batch_windows,
-            batch_rows,
+            request_rows,
             seq_lens,
             self.ring_begin,
             req_to_token,
