@@ -49,7 +49,7 @@ fi
 
 # Prefill-decode pairs: libraries that mooncake links, then the transfer backends and the
 # router. Tests that need what is missing skip, and say what it is.
-libraries="libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1"
+libraries="libcurl4 libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1"
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     # shellcheck disable=SC2086
     dpkg -s $libraries >/dev/null 2>&1 || {
