@@ -32,6 +32,7 @@ REQUEST_S = 300
 _WORKER = 1 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw-1")[2:])
 _FIRST_PORT = 20000 + _WORKER % 12 * 1000
 _drawn: Set[int] = set()
+_random = random.SystemRandom()  # SGLang seeds the other one alike in every process
 
 
 class ServerError(RuntimeError):
@@ -41,7 +42,7 @@ class ServerError(RuntimeError):
 def free_port() -> int:
     """A port that was free just now and that this process was not given before."""
     for _ in range(100):
-        port = random.randrange(_FIRST_PORT, _FIRST_PORT + 750)
+        port = _random.randrange(_FIRST_PORT, _FIRST_PORT + 750)
         if port in _drawn:
             continue
         _drawn.add(port)
@@ -79,6 +80,7 @@ class Server:
         self.log = Path(log)
         command = ["--model-path", str(model_path)]
         command += ["--device", "cpu", "--attention-backend", "nsa", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--nccl-port", str(free_port())]  # SGLang's own draw is one that the kernel may give away meanwhile
         command += ["--mem-fraction-static", "0.1", "--max-total-tokens", "20032", "--max-running-requests", "16"]
         command += ["--skip-server-warmup", *args]
         environment = child_environment(**(env or {}))
