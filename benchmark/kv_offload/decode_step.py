@@ -3,8 +3,8 @@
     HARNESS_DEVICE=cuda PYTHONPATH=test python benchmark/kv_offload/decode_step.py --miss-rates 0 0.02 0.1 --out decode_step.json
 
 With ``--miss-rates`` the top-k is replayed (`replayed_topk.py`), in every implementation alike; 0 is the cost without copies. One
-engine an implementation serves all batches and miss rates. Without, index keys are filled at random, since the fake transfer backend delivers no bytes: queries then select rows all over
-the context. Ours counts its misses on the GPU, and they are reported.
+engine an implementation serves all batches and miss rates. Without, index keys are filled at random, since the fake transfer backend
+delivers no bytes: queries then select rows all over the context. Ours counts its misses on the GPU, and they are reported.
 """
 
 import argparse

@@ -4,7 +4,8 @@
         --trees stock=/path/with/sglang patched=/path/with/patched/sglang --out benchmark/kv_offload/results/h200/flag_off.json
 
 Each tree has some processes, each with a dense server of the slim model; rounds are timed in turn, so that all see the same
-machine. Servers of one tree may differ too, so a tree's time is the median of its servers'. The second tree must take 0.99 to 1.01 times as long as the first.
+machine. Servers of one tree may differ too, so a tree's time is the median of its servers'. The second tree must take 0.99 to 1.01
+times as long as the first.
 """
 
 import argparse

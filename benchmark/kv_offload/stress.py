@@ -112,8 +112,10 @@ def live(engine, stamps, args) -> dict:
 
 
 def lone_node(args) -> dict:
-    """A decode node alone, index keys at random: 64 requests of 32K and 8 of 128K, half of them make half as many tokens; then nothing is left. No stamps: leak
-    checks raise."""
+    """A decode node alone, index keys at random: 64 requests of 32K and 8 of 128K, half of them make half as many tokens.
+
+    No stamps; SGLang's and the coordinator's leak checks raise where something is left.
+    """
     import decode_step
     from exactness import slim_model
 

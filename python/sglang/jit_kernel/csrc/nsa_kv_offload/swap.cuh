@@ -21,7 +21,7 @@ constexpr int kMarksPerWord = 4;
 struct SwapParams {
   const int32_t* topk;           // [batch, entries] positions, -1 for none; of several queries, one after the other
   const int32_t* batch_windows;  // [batch] -1 for padding
-  const int32_t* request_rows;     // [batch] request rows
+  const int32_t* request_rows;   // [batch]
   const int32_t* seq_lens;       // [batch] with this step's tokens
   const int32_t* ring_begin;     // [windows] first position that decoding wrote to the ring
   const int32_t* req_to_token;   // [rows, row_stride] host slots
