@@ -4,7 +4,9 @@
 
 Every engine is the real scheduler in this process, so both sides see the same requests in the same order and form the same
 batches. The first case first shows that runs without offloading agree (`--off-runs`); only then does a comparison mean anything.
-A fourth part of a case's name is a number of draft tokens: multi-token prediction on both sides, which must accept as many.
+A fourth part of a case's name is a number of draft tokens: multi-token prediction on both sides, which must accept as many. A fifth
+says what happens to the stream of loads: `late` has it, and the forward after it, wait a while in every layer; a fault leaves out
+a wait as well, and must change tokens (eager only: a graph cannot be captured without).
 """
 
 import argparse
@@ -12,7 +14,10 @@ import itertools
 import json
 import random
 import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Iterator
+from unittest import mock
 
 import harness  # noqa: F401  (sets the environment; before sglang and torch)
 
@@ -22,6 +27,8 @@ from harness import offload
 from harness.scheduler import InprocScheduler
 from tiny_model import TinySpec, write_checkpoint
 
+LATE_CYCLES = 200_000
+LOAD_FAULTS = ("attention_does_not_wait", "load_does_not_wait")
 BACKENDS = {"bfloat16": "flashmla_sparse", "fp8_e4m3": "flashmla_kv"}
 
 
@@ -103,6 +110,28 @@ def run(model: Path, work: list, new_tokens: int, overlap: bool, **server_args) 
     }
 
 
+@contextmanager
+def late_loads(fault: str = "") -> Iterator[None]:
+    """While open, a layer's rows come late, and so does the next layer's top-k."""
+    from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController as Controller
+
+    begin, end = Controller.load_begin, Controller.load_end
+
+    def load_begin(self):
+        stream = self._module.stream(self._load_stream) if fault == "load_does_not_wait" else begin(self)
+        with stream:
+            torch.cuda._sleep(LATE_CYCLES)
+        return self._module.stream(self._load_stream)
+
+    def load_end(self):
+        if fault != "attention_does_not_wait":
+            end(self)
+        torch.cuda._sleep(LATE_CYCLES)
+
+    with mock.patch.multiple(Controller, load_begin=load_begin, load_end=load_end):
+        yield
+
+
 def compare(left: list, right: list) -> dict:
     """How many requests agree, and the first that does not."""
     wrong = [i for i, (a, b) in enumerate(zip(left, right)) if a != b]
@@ -114,24 +143,18 @@ def compare(left: list, right: list) -> dict:
     return {"equal": len(left) - len(wrong), "of": len(left), "first_difference": first}
 
 
-def case(args, work, dtype, graphs, overlap, steps, off_runs) -> dict:
+def case(args, work, dtype, graphs, overlap, steps, loads, off_runs) -> dict:
     """One row of the result: off against off, then on against off."""
     model = slim_model(args.model, args.layers, drafts=0.5 if steps else 0.0)
     shared = {**settings(args, dtype, graphs), **offload.speculation_args(steps)}
     shared["disable_cuda_graph"] = not graphs
     window = max(args.window, 2048 * (steps + 1))
-    row = {"kv_dtype": dtype, "graphs": graphs, "overlap": overlap, "window": window, "draft_tokens": steps}
+    row = {"kv_dtype": dtype, "graphs": graphs, "overlap": overlap, "window": window, "draft_tokens": steps, "loads": loads}
     off = [run(model, work, args.new_tokens, overlap, **shared) for _ in range(off_runs)]
     row["off_vs_off"] = [compare(off[0]["outputs"], other["outputs"]) for other in off[1:]]
-    on = run(
-        model,
-        work,
-        args.new_tokens,
-        overlap,
-        enable_decode_nsa_kv_offload=True,
-        decode_nsa_kv_offload_config=json.dumps({"window_size": window}),
-        **shared,
-    )
+    config = {"decode_nsa_kv_offload_config": json.dumps({"window_size": window})}
+    with late_loads(loads) if loads else nullcontext():
+        on = run(model, work, args.new_tokens, overlap, enable_decode_nsa_kv_offload=True, **config, **shared)
     row["on_vs_off"] = compare(off[0]["outputs"], on["outputs"])
     row["distinct_tokens"] = len(set(itertools.chain(*off[0]["outputs"])))
     row["counters"] = on["counters"]
@@ -161,18 +184,21 @@ def main() -> None:
     if names == ["all"]:
         names = [":".join(c) for c in itertools.product(BACKENDS, ("graphs", "eager"), ("overlap", "normal"))]
         names += [f"{dtype}:{graphs}:overlap:3" for dtype in BACKENDS for graphs in ("graphs", "eager")]
+        names += [f"{dtype}:graphs:overlap:{steps}:late" for dtype in BACKENDS for steps in (0, 3)]
+        names += [f"fp8_e4m3:eager:overlap:0:{fault}" for fault in LOAD_FAULTS]
     with deterministic_topk():
         for index, name in enumerate(names):
-            dtype, graphs, loop, steps = (name.split(":") + ["0"])[:4]
+            parts = name.split(":")
+            dtype, graphs, loop, steps, loads = parts + ["0", ""][len(parts) - 3 :]
             off_runs = args.off_runs if index == 0 else 1
-            row = case(args, work, dtype, graphs == "graphs", loop == "overlap", int(steps), off_runs)
+            row = case(args, work, dtype, graphs == "graphs", loop == "overlap", int(steps), loads, off_runs)
             row = {"gpu": torch.cuda.get_device_name(), "requests": args.requests, "min_len": args.min_len, "max_len": args.max_len, "new_tokens": args.new_tokens, **row}
             rows.append(row)
             print(json.dumps(row), flush=True)
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
-    if any(row["on_vs_off"]["equal"] != row["on_vs_off"]["of"] for row in rows):
-        raise SystemExit("tokens differ")
-    if any(row["accepted"]["off"] != row["accepted"]["on"] for row in rows):
+    if any((row["on_vs_off"]["equal"] == row["on_vs_off"]["of"]) == (row["loads"] in LOAD_FAULTS) for row in rows):
+        raise SystemExit("tokens differ, or do not with a fault")
+    if any(row["accepted"]["off"] != row["accepted"]["on"] for row in rows if row["loads"] not in LOAD_FAULTS):
         raise SystemExit("other drafts were accepted")
 
 

@@ -51,8 +51,11 @@ def measure(part: str, model: Path, args) -> Iterator[dict]:
     """Rows: one for each miss rate."""
     batch, new_tokens = args.batch, decode_step.tokens_made(1, args)
     reads = {"enable_metrics": True, "decode_log_interval": 1} if part == "metrics" else {}
-    node = decode_step.decode_node("ours", model, args, [batch], new_tokens, **reads)
-    with decode_step.chosen_topk(args) as replay, node as engine:
+    with (
+        decode_step.chosen_topk(args) as replay,  # before the node, which captures its graphs
+        decode_step.decode_node("ours", model, args, [batch], new_tokens, **reads) as engine,
+    ):
+        counters = engine.scheduler.req_to_token_pool.sparse_coordinator.lru.counters
         decode_step.run_batch(engine, decode_step.prompt_of(args.context), new_tokens, range(batch))
         for seed, miss_rate in enumerate(args.miss_rates):
             decode_step.synchronize()
@@ -60,14 +63,16 @@ def measure(part: str, model: Path, args) -> Iterator[dict]:
             replay.play(lists)
             for _ in range(args.warmup):
                 engine.step()
-            rounds = {"with": [], "without": []}
+            before, rounds = counters.clone(), {"with": [], "without": []}
             for turn in range(args.rounds):
                 side = "with" if turn % 2 == 0 else "without"
                 with without(part) if side == "without" else nullcontext():
                     rounds[side].append(decode_step.round_ms(engine, args.steps))
+            hits, ring_hits, misses = (counters - before).sum(0).tolist()
             ratio = statistics.median(rounds["with"]) / statistics.median(rounds["without"])
             row = {"part": part, "batch": batch, "context": args.context, "layers": args.layers, "kv_dtype": args.dtype}
             row.update(window=args.window, replayed_miss_rate=miss_rate, steps_a_round=args.steps)
+            row["miss_rate"] = round(misses / (hits + ring_hits + misses), 4)
             row["step_ms"] = {side: [round(ms, 4) for ms in times] for side, times in rounds.items()}
             yield {**row, "ratio": round(ratio, 4)}
         engine.abort(all_requests=True)

@@ -72,8 +72,9 @@ def plant(fault: str, stack: ExitStack) -> None:
 
 
 def delay_copies(stack: ExitStack) -> None:
-    """Put a spin kernel before every copy to the host: what does not wait for it then sees stale rows."""
+    """Put a spin kernel before every copy, either way: what does not wait for it then sees stale rows."""
     import torch
+    from exactness import late_loads
     from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController as Controller
 
     after = Controller._after_current
@@ -85,6 +86,7 @@ def delay_copies(stack: ExitStack) -> None:
         return self._module.stream(stream)
 
     stack.enter_context(mock.patch.object(Controller, "_after_current", delayed))
+    stack.enter_context(late_loads())
 
 
 def live(engine, stamps, args) -> dict:

@@ -12,6 +12,10 @@ from harness.scheduler import InprocScheduler
 from harness.stamps import Stamps
 from tiny_model import TinySpec, write_checkpoint
 
+from sglang.srt.layers.attention.nsa.nsa_offload_backend import NSAOffloadIndexerMetadata
+from sglang.srt.layers.attention.nsa_backend import NSAIndexerMetadata
+from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
+from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.test.test_utils import CustomTestCase
 
@@ -90,6 +94,46 @@ class TestServing(CustomTestCase):
         self.assertEqual(drafts[True], drafts[False])
         accepted = [count for _, counts in drafts[True] for count in counts]
         self.assertEqual(set(accepted), {1, 2, 3})
+
+    def layer_turns(self, topk_transform):
+        """Tokens with this method of the indexer's metadata, and what layers do, in turn."""
+        calls = []
+
+        def recorded(owner, name, layer_of):
+            real = getattr(owner, name)
+
+            def method(*args, **kwargs):
+                calls.append((name, layer_of(args)))
+                return real(*args, **kwargs)
+
+            return mock.patch.object(owner, name, method)
+
+        with (
+            recorded(NSAOffloadCoordinator, "swap_begin", lambda args: args[1]),
+            recorded(NSAOffloadTokenToKVPool, "set_mla_kv_buffer", lambda args: args[1].layer_id),
+            recorded(NSAOffloadCoordinator, "attention_begin", lambda args: args[4].layer_id),
+            mock.patch.object(NSAOffloadIndexerMetadata, "topk_transform", topk_transform),
+        ):
+            outputs, _ = self.serve("bfloat16", overlap=True, **offload.offload_args())
+        return outputs, calls
+
+    def test_swap_begins_with_the_topk(self):
+        """Once a layer, before its new rows are written; without a top-k of its own a layer swaps when attention asks."""
+        wanted, _ = self.serve("bfloat16", overlap=True)
+        for metadata, before, after in (
+            (NSAOffloadIndexerMetadata, ["swap_begin", "set_mla_kv_buffer"], []),
+            (NSAIndexerMetadata, ["set_mla_kv_buffer"], ["swap_begin"]),
+        ):
+            with self.subTest(swap_at="attention" if after else "top-k"):
+                outputs, calls = self.layer_turns(metadata.topk_transform)
+                self.assertEqual(outputs, wanted)
+                turns = [i for i, (name, _) in enumerate(calls) if name == "attention_begin"]
+                self.assertGreater(len(turns), NEW_TOKENS)
+                self.assertEqual(len(turns), sum(name == "swap_begin" for name, _ in calls))
+                for i in turns:
+                    names = [*before, "attention_begin", *after]
+                    around = calls[i - len(before) : i + 1 + len(after)]
+                    self.assertEqual(around, [(name, calls[i][1]) for name in names])
 
     def test_every_row_is_where_it_belongs(self):
         for dtype, overlap in (("bfloat16", True), ("fp8_e4m3", False)):

@@ -359,6 +359,50 @@ class Decode:
         self.pools.close()
 
 
+LATE_CYCLES = 20_000_000  # about 10 ms
+
+
+def check_load_order(module=controller):
+    """The top-k that rows are loaded for is late, and so are the rows."""
+    pools = Pools(*DTYPES[0], module)
+    try:
+        device, host = pools.state()
+        targets, sources = [70, 200, 447], [5, 703, 64]
+        queue, chosen = pools.queue(), pools.queue(sources, targets)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(4 * LATE_CYCLES)
+        for empty, filled in zip(queue.tensors(), chosen.tensors()):
+            empty.copy_(filled)
+        with pools.controller.load_begin():
+            torch.cuda._sleep(LATE_CYCLES)
+            pools.controller.load_layer(0, queue)
+        pools.controller.load_end()
+        read = pools.device[0][targets].clone()
+        torch.cuda.synchronize()
+        assert torch.equal(read.cpu(), host[0, sources]), "attention reads rows that have not come"
+    finally:
+        torch.cuda.synchronize()
+        pools.close()
+
+
+@unittest.skipUnless(DEVICE == "cuda", "a CPU has no streams")
+class TestLoadOrder(CustomTestCase):
+    FAULTS = {
+        "attention does not wait": "self._module.current_stream().wait_stream(self._load_stream)",
+        "load does not wait": "self._load_stream.wait_stream(self._module.current_stream())",
+    }
+
+    def test_between_topk_and_attention(self):
+        check_load_order()
+
+    def test_faults_are_seen(self):
+        for name, line in self.FAULTS.items():
+            with self.subTest(name):
+                faulty = tools.mutated(controller, line, "pass")
+                with self.assertRaises(AssertionError):
+                    check_load_order(faulty)
+
+
 class TestDecode(CustomTestCase):
     def test_every_row_read_is_the_right_one(self):
         for seed, spec in enumerate(DTYPES):

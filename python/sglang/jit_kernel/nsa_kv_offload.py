@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SWAP_THREADS = 1024
 GATHER_THREADS = 512
-GATHER_BLOCKS = 32
+GATHER_BLOCKS = 20  # fewer do not fill the link; more have rows in flight that share fewer translations
 GATHER_ROWS_IN_FLIGHT = 4  # a warp
 STORE_THREADS = 512
 STORE_BLOCKS = 8

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Optional
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Callable, Optional
 
 import torch
 
@@ -19,12 +20,24 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+@dataclass(frozen=True)
+class NSAOffloadIndexerMetadata(NSAIndexerMetadata):
+    """Of decode: begins a layer's swap as soon as its top-k is there."""
+
+    swap_begin: Optional[Callable[[torch.Tensor], None]] = None
+
+    def topk_transform(self, *args, **kwargs) -> torch.Tensor:
+        topk = super().topk_transform(*args, **kwargs)
+        self.swap_begin(topk)
+        return topk
+
+
 class NSAOffloadAttnBackend(NativeSparseAttnBackend):
     """The base backend, given page tables of device slots.
 
     Decode, and a verify step, which the base runs as an extend, ask for unfused top-k
-    (positions), make them resident, and hand the base their device slots in place of its fused
-    top-k. Prefill keeps the fused top-k and swaps the page table it reads for one of staging
+    (positions), begin to make them resident at once, and hand the base their device slots in
+    place of its fused top-k. New rows are written while the others still come. Prefill keeps the fused top-k and swaps the page table it reads for one of staging
     slots. Attention kernels are the base's own.
     """
 
@@ -97,9 +110,11 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
         self, layer_id: int, forward_batch: "ForwardBatch"
     ) -> NSAIndexerMetadata:
         metadata = super().get_indexer_metadata(layer_id, forward_batch)
-        if is_decode_step(forward_batch.forward_mode):
-            return replace(metadata, force_unfused_topk=True)
-        return metadata
+        if not is_decode_step(forward_batch.forward_mode):
+            return metadata
+        swap_begin = partial(self.coordinator.swap_begin, layer_id)
+        fields = {**vars(metadata), "force_unfused_topk": True}
+        return NSAOffloadIndexerMetadata(**fields, swap_begin=swap_begin)
 
     def forward_decode(
         self,
@@ -108,15 +123,16 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
         v: torch.Tensor,
         layer: "RadixAttention",
         forward_batch: "ForwardBatch",
-        *args,
+        save_kv_cache: bool = True,
+        *,
         topk_indices: Optional[torch.Tensor] = None,
         **kwargs,
     ) -> torch.Tensor:
-        page_table = self.coordinator.attention_begin(
-            q, k, v, layer, forward_batch, self.forward_metadata, topk_indices=topk_indices
+        page_table = self._rows_of_topk(
+            q, k, v, layer, forward_batch, save_kv_cache, topk_indices, **kwargs
         )
         return super().forward_decode(
-            q, k, v, layer, forward_batch, *args, topk_indices=page_table, **kwargs
+            q, k, v, layer, forward_batch, False, topk_indices=page_table, **kwargs
         )
 
     def forward_extend(
@@ -126,16 +142,29 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
         v: torch.Tensor,
         layer: "RadixAttention",
         forward_batch: "ForwardBatch",
-        *args,
+        save_kv_cache: bool = True,
+        *,
         topk_indices: Optional[torch.Tensor] = None,
         **kwargs,
     ) -> torch.Tensor:
         if is_decode_step(forward_batch.forward_mode):
-            topk_indices = self.coordinator.attention_begin(
-                q, k, v, layer, forward_batch, self.forward_metadata, topk_indices=topk_indices
+            topk_indices = self._rows_of_topk(
+                q, k, v, layer, forward_batch, save_kv_cache, topk_indices, **kwargs
             )
+            save_kv_cache = False
         output = super().forward_extend(
-            q, k, v, layer, forward_batch, *args, topk_indices=topk_indices, **kwargs
+            q, k, v, layer, forward_batch, save_kv_cache, topk_indices=topk_indices, **kwargs
         )
         self.coordinator.attention_end(output, layer, forward_batch)
         return output
+
+    def _rows_of_topk(
+        self, q, k, v, layer, forward_batch, save_kv_cache, topk_indices, k_rope=None, **kwargs
+    ) -> torch.Tensor:
+        """Write the step's new rows, then wait for the others: ``[B * Q, K]`` int32 device slots."""
+        if save_kv_cache and k is not None:
+            slots = forward_batch.out_cache_loc
+            forward_batch.token_to_kv_pool.set_mla_kv_buffer(layer, slots, k, k_rope)
+        return self.coordinator.attention_begin(
+            q, k, v, layer, forward_batch, self.forward_metadata, topk_indices=topk_indices
+        )

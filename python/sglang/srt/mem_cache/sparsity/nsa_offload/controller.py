@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager
 from typing import Optional
 
 import torch
@@ -17,11 +18,12 @@ MAX_OPEN_COPIES = 64
 
 
 class SparseCacheController:
-    """Moves single tokens; owns the stream of copies to the host, every event and every wait.
+    """Moves single tokens; owns both streams beside the forward's, every event and every wait.
 
     Order:
 
-    * host to device: ``load_layer`` runs on the stream of the forward that needs the rows;
+    * host to device: ``load_layer`` runs on the load stream, which ``load_begin`` orders behind
+      the top-k it belongs to; ``load_end`` orders it before the attention that needs the rows;
     * device to host: ``store_layer`` (prefill) and ``write_back`` (decode) run on the store
       stream, after what the calling stream has queued so far; ``forward_begin`` orders all of
       them before whatever the forward stream does next.
@@ -40,6 +42,7 @@ class SparseCacheController:
         self._row_bytes = host_pool.row_bytes
         self._module = torch.get_device_module(device_pool.device)
         self._on_gpu = torch.device(device_pool.device).type != "cpu"
+        self._load_stream = self._module.Stream()
         self._store_stream = self._module.Stream()
         self._forward_stream = None
         self._stored: Optional[torch.Event] = None
@@ -49,10 +52,21 @@ class SparseCacheController:
         # (rows_stored at the copy, its event), oldest first.
         self._open_copies: deque[tuple[int, torch.Event]] = deque(maxlen=MAX_OPEN_COPIES)
 
+    def load_begin(self) -> AbstractContextManager:
+        """Enter the load stream behind the current one.
+
+        Keep alive until ``load_end`` what is read there: ``record_stream`` would keep its
+        memory from all later layers of a captured graph.
+        """
+        self._load_stream.wait_stream(self._module.current_stream())
+        return self._module.stream(self._load_stream)
+
+    def load_end(self) -> None:
+        """Order all that was queued on the load stream before what the current one does next."""
+        self._module.current_stream().wait_stream(self._load_stream)
+
     def load_layer(self, layer: int, queue: MissQueue) -> None:
         """Copy the queued rows of one layer from the host, on the current stream.
-
-        Nothing has to be waited for: what reads the rows is queued behind the copy.
 
         Args:
             layer: index within this rank.
@@ -143,7 +157,7 @@ class SparseCacheController:
     def _rows(self, layer_kv: torch.Tensor) -> torch.Tensor:
         return layer_kv.view(torch.uint8).view(-1, self._row_bytes)
 
-    def _after_current(self, stream, *inputs: torch.Tensor):
+    def _after_current(self, stream, *inputs: torch.Tensor) -> AbstractContextManager:
         """Enter ``stream`` behind the current one; keep the inputs alive for it."""
         stream.wait_stream(self._module.current_stream())
         if self._on_gpu:

@@ -53,6 +53,19 @@ class Lease:
     end_position: int
 
 
+@dataclass
+class LayerSwap:
+    """A layer's swap on the load stream, from its top-k to its attention.
+
+    Attributes:
+        topk: ``[B * Q, K]`` int32 positions; kept, since the load stream reads them.
+        page_table: ``[B * Q, K]`` int32 device slots.
+    """
+
+    topk: torch.Tensor
+    page_table: torch.Tensor
+
+
 class NSAOffloadCoordinator(SparseCoordinator):
     """Called by the scheduler (on the CPU, ahead of the GPU) and by the attention backend.
 
@@ -61,7 +74,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
     queue what the tables need, and issue the write-back. ``forward_begin`` applies the queue on
     the forward stream, so a change is ordered after every forward launched before it.
 
-    Backend side, in every layer: ``attention_begin``, ``attention_end``.
+    Backend side, in every layer: ``swap_begin``, ``attention_begin``, ``attention_end``.
     """
 
     def __init__(
@@ -123,6 +136,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         rows = req_to_token_pool.req_to_token.shape[0]
         self._window_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self._from_end = torch.arange(-sizes.queries, 0, device=device)
+        self._swap: Optional[LayerSwap] = None
         self._max_batch = 0
         self.reserve_batch(rows)
 
@@ -349,6 +363,29 @@ class NSAOffloadCoordinator(SparseCoordinator):
 
     # ---- one layer ------------------------------------------------------------------
 
+    def swap_begin(self, layer_id: int, topk: torch.Tensor) -> None:
+        """Make a decode layer's top-k resident beside what the forward does up to its attention.
+
+        Args:
+            topk: ``[B * Q, K]`` int32 positions, -1 for none; Q queries a request.
+        """
+        with self.controller.load_begin():
+            page_table = self.backend_adaptor.adapt_for_attn_metadata(
+                selected_indices=topk,
+                valid_lengths=None,
+                sparse_mask=None,
+                current_metadata=None,
+                forward_batch=None,
+                req_to_token=self.req_to_token_pool.req_to_token,
+                page_size=self.page_size,
+                layer_id=layer_id - self.start_layer,
+                batch_windows=self._batch_windows[: self._batch_size],
+                request_rows=self._request_rows[: self._batch_size],
+                batch_lens=self._batch_lens[: self._batch_size],
+                queries=self._queries,
+            )
+        self._swap = LayerSwap(topk, page_table)
+
     def _handle_sparse_retrieve(
         self,
         query: torch.Tensor,
@@ -362,25 +399,17 @@ class NSAOffloadCoordinator(SparseCoordinator):
         """``attention_begin`` of a decode layer; the model's own indexer chose the top-k.
 
         Args:
-            topk_indices: ``[B * Q, K]`` int32 positions, -1 for none; Q queries a request.
+            topk_indices: ``[B * Q, K]`` int32 positions, as in ``swap_begin``.
 
         Returns:
-            ``[B * Q, K]`` int32 device slots.
+            ``[B * Q, K]`` int32 device slots. On the current stream each of them holds its row.
         """
-        return self.backend_adaptor.adapt_for_attn_metadata(
-            selected_indices=topk_indices,
-            valid_lengths=None,
-            sparse_mask=None,
-            current_metadata=attn_metadata,
-            forward_batch=forward_batch,
-            req_to_token=self.req_to_token_pool.req_to_token,
-            page_size=self.page_size,
-            layer_id=layer.layer_id - self.start_layer,
-            batch_windows=self._batch_windows[: self._batch_size],
-            request_rows=self._request_rows[: self._batch_size],
-            batch_lens=self._batch_lens[: self._batch_size],
-            queries=self._queries,
-        )
+        if self._swap is None or self._swap.topk is not topk_indices:
+            # A layer that takes over another's top-k has not run its indexer.
+            self.swap_begin(layer.layer_id, topk_indices)
+        self.controller.load_end()
+        page_table, self._swap = self._swap.page_table, None
+        return page_table
 
     def attention_end(
         self,
