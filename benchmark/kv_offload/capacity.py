@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Callable, Iterator, List
 
 import decode_step
+import lone_node
 from exactness import slim_model
 
 IMPLS = ("dense", "hisparse", "ours")
@@ -24,8 +25,8 @@ PROBES = (2, 6)
 
 def held_bytes(impl: str, args, model: Path, new_tokens: int, requests: int) -> int:
     """Of a server with room for so many requests."""
-    with decode_step.decode_node(impl, model, args, [requests], new_tokens, disable_cuda_graph=True) as engine:
-        return decode_step.pool_bytes(engine)
+    with lone_node.decode_node(impl, model, args, [requests], new_tokens, disable_cuda_graph=True) as engine:
+        return lone_node.pool_bytes(engine)
 
 
 def rows_of(impl: str, args, model: Path, new_tokens: int, batches: List[int]) -> List[dict]:
@@ -74,7 +75,7 @@ def measure(model: Path, args, call_all: Callable = in_processes) -> Iterator[di
 
 
 def main() -> None:
-    parser = decode_step.parser_of(__doc__)
+    parser = lone_node.parser_of(__doc__)
     parser.set_defaults(miss_rates=[0.02, 0.134], warmup=20, rounds=3)
     parser.add_argument("--impls", nargs="*", default=IMPLS, choices=IMPLS)
     parser.add_argument("--budget-gb", type=float, default=13.0)

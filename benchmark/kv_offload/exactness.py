@@ -185,7 +185,7 @@ def main() -> None:
         names = [":".join(c) for c in itertools.product(BACKENDS, ("graphs", "eager"), ("overlap", "normal"))]
         names += [f"{dtype}:{graphs}:overlap:3" for dtype in BACKENDS for graphs in ("graphs", "eager")]
         names += [f"{dtype}:graphs:overlap:{steps}:late" for dtype in BACKENDS for steps in (0, 3)]
-        names += [f"fp8_e4m3:eager:overlap:0:{fault}" for fault in LOAD_FAULTS]
+        names += [f"fp8_e4m3:eager:overlap:0:{loads}" for loads in ("late", *LOAD_FAULTS)]
     with deterministic_topk():
         for index, name in enumerate(names):
             parts = name.split(":")

@@ -22,19 +22,19 @@ FIRST_PORT = 23400  # below those that the kernel gives out
 
 def child(args) -> None:
     """Serve; time one round for each line of the input."""
-    import decode_step
+    import lone_node
     from exactness import slim_model
 
     args.batches, args.miss_rates = [args.batch], None
     new_tokens = (args.warmup + args.steps) * (args.rounds + 1) + 100
     args.rounds = 1  # a line
     model, port = slim_model(args.model, args.layers), {"nccl_port": args.port}
-    with decode_step.decode_node("dense", model, args, args.batches, new_tokens, **port) as engine:
-        decode_step.randomize_index_keys(engine.kv_pool)
-        decode_step.run_batch(engine, decode_step.prompt_of(args.context), new_tokens, range(args.batch))
+    with lone_node.decode_node("dense", model, args, args.batches, new_tokens, **port) as engine:
+        lone_node.randomize_index_keys(engine.kv_pool)
+        lone_node.run_batch(engine, lone_node.prompt_of(args.context), new_tokens, range(args.batch))
         print("answer", json.dumps(_tree()), flush=True)
         for _ in sys.stdin:
-            (time_ms,), _ = decode_step.time_steps(engine, args)
+            (time_ms,), _ = lone_node.time_steps(engine, args)
             print("answer", json.dumps(time_ms), flush=True)
         engine.abort(all_requests=True)
         engine.drain()
@@ -99,9 +99,9 @@ def compare(trees: dict, args) -> dict:
 
 
 def main() -> None:
-    import decode_step  # the harness before sglang and torch
+    import lone_node  # the harness before sglang and torch
 
-    parser = decode_step.parser_of(__doc__)
+    parser = lone_node.parser_of(__doc__)
     parser.set_defaults(warmup=3, steps=60)
     parser.add_argument("--trees", nargs=2, metavar="NAME=PATH", required=True)
     parser.add_argument("--batch", type=int, default=64)

@@ -7,7 +7,6 @@ A decode node copies host rows and index keys of a retracted request to pageable
 than a real model's, so its prefill is the least that computing again can cost.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import harness  # noqa: F401  (sets the environment; before sglang and torch)
 
-import decode_step
+import lone_node
 import torch
 from exactness import BACKENDS, slim_model
 from harness.environment import ON_GPU
@@ -24,20 +23,20 @@ from harness.scheduler import InprocScheduler
 
 def timed(function, *args) -> tuple:
     """Seconds, and what it returns."""
-    decode_step.synchronize()
+    lone_node.synchronize()
     start = time.perf_counter()
     result = function(*args)
-    decode_step.synchronize()
+    lone_node.synchronize()
     return time.perf_counter() - start, result
 
 
 def copies(model: Path, args) -> dict:
     """Seconds out and back of one request's rows, which must come back as they were."""
     out_s, back_s = [], []
-    with decode_step.decode_node("ours", model, args, [1], 64, disable_cuda_graph=True) as engine:
-        decode_step.randomize_index_keys(engine.kv_pool)
+    with lone_node.decode_node("ours", model, args, [1], 64, disable_cuda_graph=True) as engine:
+        lone_node.randomize_index_keys(engine.kv_pool)
         engine.kv_pool.host_pool.kv_buffer.view(torch.uint8).random_(1, 100)
-        rid = decode_step.submit(engine, decode_step.prompt_of(args.context), 64, 0)
+        rid = lone_node.submit(engine, lone_node.prompt_of(args.context), 64, 0)
         engine.step_until(lambda: len(engine.outputs[rid]) > 1)
         slots, pool = engine.slots(rid)[: args.context], engine.kv_pool
         for _ in range(args.repeats):
@@ -63,7 +62,7 @@ def prefill_s(model: Path, args) -> float:
         kv_cache_dtype=args.dtype,
         nsa_prefill_backend=BACKENDS[args.dtype],
         nsa_decode_backend=BACKENDS[args.dtype],
-        page_size=decode_step.PAGE,
+        page_size=lone_node.PAGE,
         disable_radix_cache=True,
         disable_cuda_graph=True,
         max_running_requests=2,
@@ -72,7 +71,7 @@ def prefill_s(model: Path, args) -> float:
         context_length=args.context + 128,
         grammar_backend="none",
         sampling_backend="pytorch",
-        **decode_step.impl_args("ours", args, 2, 64),
+        **lone_node.impl_args("ours", args, 2, 64),
     ) as engine:
         for seed in range(args.repeats + 1):
             prompt = [3 + (seed * 7919 + i * 31) % 1900 for i in range(args.context)]
@@ -87,7 +86,7 @@ def measure(model: Path, args) -> dict:
 
 
 def main() -> None:
-    parser = decode_step.parser_of(__doc__)
+    parser = lone_node.parser_of(__doc__)
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Iterator
 from unittest import mock
 
-import decode_step  # the harness before sglang and torch
+import lone_node  # the harness before sglang and torch
 
 import torch
 
@@ -49,30 +49,28 @@ def _forget_rows(self, batch, result) -> None:
 
 def measure(part: str, model: Path, args) -> Iterator[dict]:
     """Rows: one for each miss rate."""
-    batch, new_tokens = args.batch, decode_step.tokens_made(1, args)
+    args.batches, new_tokens = [args.batch], len(args.miss_rates) * lone_node.steps_of(args) + 64
     reads = {"enable_metrics": True, "decode_log_interval": 1} if part == "metrics" else {}
     with (
-        decode_step.chosen_topk(args) as replay,  # before the node, which captures its graphs
-        decode_step.decode_node("ours", model, args, [batch], new_tokens, **reads) as engine,
+        lone_node.chosen_topk(args) as replay,  # before the node, which captures its graphs
+        lone_node.decode_node("ours", model, args, args.batches, new_tokens, **reads) as engine,
     ):
         counters = engine.scheduler.req_to_token_pool.sparse_coordinator.lru.counters
-        decode_step.run_batch(engine, decode_step.prompt_of(args.context), new_tokens, range(batch))
+        lone_node.run_batch(engine, lone_node.prompt_of(args.context), new_tokens, range(args.batch))
         for seed, miss_rate in enumerate(args.miss_rates):
-            decode_step.synchronize()
-            lists = decode_step.lists_of(decode_step.steps_of(args), batch, decode_step.TOP_K, args.context, miss_rate, seed)
-            replay.play(lists)
+            lone_node.play(replay, args, miss_rate, seed)
             for _ in range(args.warmup):
                 engine.step()
             before, rounds = counters.clone(), {"with": [], "without": []}
             for turn in range(args.rounds):
                 side = "with" if turn % 2 == 0 else "without"
                 with without(part) if side == "without" else nullcontext():
-                    rounds[side].append(decode_step.round_ms(engine, args.steps))
-            hits, ring_hits, misses = (counters - before).sum(0).tolist()
+                    rounds[side].append(lone_node.round_ms(engine, args.steps))
+            counts = (counters - before).sum(0).tolist()
             ratio = statistics.median(rounds["with"]) / statistics.median(rounds["without"])
-            row = {"part": part, "batch": batch, "context": args.context, "layers": args.layers, "kv_dtype": args.dtype}
+            row = {"part": part, "batch": args.batch, "context": args.context, "layers": args.layers, "kv_dtype": args.dtype}
             row.update(window=args.window, replayed_miss_rate=miss_rate, steps_a_round=args.steps)
-            row["miss_rate"] = round(misses / (hits + ring_hits + misses), 4)
+            row["miss_rate"] = lone_node.miss_rate_of(counts, miss_rate)
             row["step_ms"] = {side: [round(ms, 4) for ms in times] for side, times in rounds.items()}
             yield {**row, "ratio": round(ratio, 4)}
         engine.abort(all_requests=True)
@@ -82,16 +80,16 @@ def measure(part: str, model: Path, args) -> Iterator[dict]:
 def main() -> None:
     from exactness import slim_model
 
-    parser = decode_step.parser_of(__doc__)
+    parser = lone_node.parser_of(__doc__)
     parser.set_defaults(miss_rates=[0.0, 0.02], steps=20, rounds=20)
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=32768)
     args = parser.parse_args()
-    args.batches, rows = [args.batch], []
+    rows = []
     for part in args.parts:
         for row in measure(part, slim_model(args.model, args.layers), args):
-            rows.append({"gpu": torch.cuda.get_device_name() if decode_step.ON_GPU else "none", **row})
+            rows.append({"gpu": torch.cuda.get_device_name() if lone_node.ON_GPU else "none", **row})
             print(json.dumps(rows[-1]), flush=True)
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -135,8 +135,7 @@ def test_capacity_counts_what_is_allocated(tiny_model, monkeypatch):
 
     load_plugins()
     capacity = load("capacity")
-    step = capacity.decode_step
-    monkeypatch.setattr(step, "TOP_K", offload.TOP_K)
+    monkeypatch.setattr(capacity.lone_node, "TOP_K", offload.TOP_K)
     args = argparse.Namespace(budget_gb=0.02, context=1984, window=128, layers=3, dtype="bfloat16", warmup=1, steps=1, rounds=1)
     args.miss_rates, args.impls = [0.1], ("dense", "ours")
 
@@ -152,7 +151,7 @@ def test_capacity_counts_what_is_allocated(tiny_model, monkeypatch):
     ]
     assert fit["ours"] > fit["dense"]
     for impl, count in fit.items():
-        held = [capacity.held_bytes(impl, args, tiny_model, step.tokens_made(2, args), n) for n in (count, count + 1)]
+        held = [capacity.held_bytes(impl, args, tiny_model, capacity.decode_step.tokens_made(2, args), n) for n in (count, count + 1)]
         assert held[0] <= args.budget_gb * 1e9 < held[1]
     args.budget_gb = 0.0001
     with pytest.raises(ValueError, match="over the budget"):
@@ -194,9 +193,9 @@ def serving_benchmarks(monkeypatch):
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    import decode_step
+    import lone_node
 
-    monkeypatch.setattr(decode_step, "TOP_K", offload.TOP_K)
+    monkeypatch.setattr(lone_node, "TOP_K", offload.TOP_K)
     return load
 
 
@@ -218,7 +217,7 @@ def test_a_lone_node_leaves_nothing(tiny_model, serving_benchmarks, monkeypatch)
     monkeypatch.setattr(exactness, "slim_model", lambda *args: tiny_model)
     monkeypatch.setattr(stress, "LONE_LENGTHS", [200, 200, 900])
     monkeypatch.setattr(stress, "LONE_WINDOW", 128)
-    row = stress.lone_node(argparse.Namespace(steps=10, dtype="bfloat16", model=None, layers=3))
+    row = stress.long_requests(argparse.Namespace(steps=10, dtype="bfloat16", model=None, layers=3))
     assert row["requests"] == 3
     # Of requests that run for 18 and 9 steps, every step of every layer counts its top-k.
     assert all(sum(layer) % offload.TOP_K == 0 for layer in row["counters"]) and row["miss_rate"] > 0.05
@@ -242,9 +241,14 @@ def test_steps_without_a_part(part, tiny_model, serving_benchmarks, monkeypatch)
             engine.step()
         return len(calls) - before + 1
 
-    monkeypatch.setattr(module.decode_step, "round_ms", counted)
+    monkeypatch.setattr(module.lone_node, "round_ms", counted)
     args = argparse.Namespace(
         context=900, window=128, layers=3, dtype="bfloat16", batches=[2], batch=2, miss_rates=[0.1], warmup=4, steps=5, rounds=4
     )
     (row,) = module.measure(part, tiny_model, args)
     assert row["step_ms"] == {"with": [6, 6], "without": [1, 1]} and row["ratio"] == 6
+    assert row["miss_rate"] == round(6 / 64, 4)
+    if part == "write_back":  # a process can have one server with metrics
+        monkeypatch.setattr(module.lone_node, "play", lambda *args: None)
+        with pytest.raises(RuntimeError, match="were replayed"):
+            list(module.measure(part, tiny_model, args))
