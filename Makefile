@@ -37,7 +37,7 @@ test: build
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile --durations 20 test/project test/serving; tests=$$?; \
 	wait $$prefixes; checked=$$?; cat build/prefixes.txt; \
 	test $$tests = 0 && test $$checked = 0
-	$(SERIES) count --apart 11-nsa-offload-metrics
+	$(SERIES) count --apart 12-nsa-offload-metrics
 
 export: build
 	rm -rf build/export

@@ -165,5 +165,5 @@ def test_bare_flag_derives_the_number_of_windows(tiny_model):
 def test_eager_batch_larger_than_the_largest_graph(tiny_model, expected):
     """Graph capture asks for room for its own batches; larger ones still run, without a graph."""
     with engine_on(tiny_model) as engine:
-        engine.attention_backend.coordinator.reserve_batch(1)
+        engine.attention_backend.coordinator.inputs.reserve(1)
         assert_survivors(engine, submit_all(engine), expected)

@@ -156,7 +156,7 @@ def new_rows_of_a_step_share_a_ring_slot(stack):
 
     def faulty(self, *args):
         begin(self, *args)
-        slots = self.token_to_kv_pool.write_slots.view(-1, self._queries)
+        slots = self.token_to_kv_pool.write_slots.view(-1, self.inputs.queries)
         slots.copy_(slots[:, :1].clone().expand_as(slots))
 
     stack.enter_context(mock.patch.object(NSAOffloadCoordinator, "decode_begin", faulty))

@@ -14,6 +14,7 @@ from tiny_model import TinySpec, write_checkpoint
 
 from sglang.srt.layers.attention.nsa.nsa_offload_backend import NSAOffloadIndexerMetadata
 from sglang.srt.layers.attention.nsa_backend import NSAIndexerMetadata
+from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
 from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
 from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
@@ -21,6 +22,9 @@ from sglang.test.test_utils import CustomTestCase
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 300, 700)
 NEW_TOKENS = 66
+# What a layer does in a decode step, and in a prefill.
+TURN = ("swap_begin", "load_begin", "set_mla_kv_buffer", "attention_begin", "load_end")
+WRITE_OF_PREFILL = ("set_mla_kv_buffer", "attention_end")
 
 
 class TestServing(CustomTestCase):
@@ -95,11 +99,15 @@ class TestServing(CustomTestCase):
         accepted = [count for _, counts in drafts[True] for count in counts]
         self.assertEqual(set(accepted), {1, 2, 3})
 
-    def layer_turns(self, topk_transform):
-        """Tokens with this method of the indexer's metadata, and what layers do, in turn."""
+    def run_in_turns(self, turn, topk_transform, model=None, **more):
+        """Tokens with this method of the indexer's metadata.
+
+        Raises:
+            AssertionError: a layer did anything but its turn, or a prefill's write.
+        """
         calls = []
 
-        def recorded(owner, name, layer_of):
+        def recorded(owner, name, layer_of=lambda args: calls[-1][1]):
             real = getattr(owner, name)
 
             def method(*args, **kwargs):
@@ -110,30 +118,43 @@ class TestServing(CustomTestCase):
 
         with (
             recorded(NSAOffloadCoordinator, "swap_begin", lambda args: args[1]),
+            recorded(SparseCacheController, "load_begin"),
             recorded(NSAOffloadTokenToKVPool, "set_mla_kv_buffer", lambda args: args[1].layer_id),
             recorded(NSAOffloadCoordinator, "attention_begin", lambda args: args[4].layer_id),
+            recorded(SparseCacheController, "load_end"),
+            recorded(NSAOffloadCoordinator, "attention_end", lambda args: args[2].layer_id),
             mock.patch.object(NSAOffloadIndexerMetadata, "topk_transform", topk_transform),
         ):
-            outputs, _ = self.serve("bfloat16", overlap=True, **offload.offload_args())
-        return outputs, calls
+            settings = {**offload.server_args("bfloat16"), **offload.offload_args(), **more}
+            with InprocScheduler(model or self.model, overlap=True, **settings) as engine:
+                outputs = engine.run(self.prompts[4:], NEW_TOKENS)
+        at, num_turns = 0, 0
+        while at < len(calls):
+            layer = calls[at][1]
+            is_turn = calls[at : at + len(turn)] == [(name, layer) for name in turn]
+            wanted = turn if is_turn else WRITE_OF_PREFILL
+            self.assertEqual(calls[at : at + len(wanted)], [(name, layer) for name in wanted])
+            at, num_turns = at + len(wanted), num_turns + is_turn
+        self.assertGreater(num_turns, NEW_TOKENS // 3)
+        return outputs
 
     def test_swap_begins_with_the_topk(self):
-        """Once a layer, before its new rows are written; without a top-k of its own a layer swaps when attention asks."""
-        wanted, _ = self.serve("bfloat16", overlap=True)
-        for metadata, before, after in (
-            (NSAOffloadIndexerMetadata, ["swap_begin", "set_mla_kv_buffer"], []),
-            (NSAIndexerMetadata, ["set_mla_kv_buffer"], ["swap_begin"]),
+        """Once a layer; the new row is written meanwhile, once; then the rows are awaited. A layer without a top-k of its own begins later."""
+        with InprocScheduler(self.model, overlap=True, **offload.server_args("bfloat16")) as engine:
+            wanted = engine.run(self.prompts[4:], NEW_TOKENS)
+        for metadata, turn in (
+            (NSAOffloadIndexerMetadata, TURN),
+            (NSAIndexerMetadata, ("set_mla_kv_buffer", "attention_begin", "swap_begin", "load_begin", "load_end")),
         ):
-            with self.subTest(swap_at="attention" if after else "top-k"):
-                outputs, calls = self.layer_turns(metadata.topk_transform)
-                self.assertEqual(outputs, wanted)
-                turns = [i for i, (name, _) in enumerate(calls) if name == "attention_begin"]
-                self.assertGreater(len(turns), NEW_TOKENS)
-                self.assertEqual(len(turns), sum(name == "swap_begin" for name, _ in calls))
-                for i in turns:
-                    names = [*before, "attention_begin", *after]
-                    around = calls[i - len(before) : i + 1 + len(after)]
-                    self.assertEqual(around, [(name, calls[i][1]) for name in names])
+            with self.subTest(turn=turn):
+                self.assertEqual(self.run_in_turns(turn, metadata.topk_transform), wanted)
+
+    def test_swap_of_a_verify_step_begins_with_the_topk(self):
+        model, steps = environment.MODELS / "tiny_draft", 2
+        write_checkpoint(model, TinySpec(drafts=0.5))
+        more = {**offload.speculation_args(steps), **offload.offload_args((steps + 1) * offload.TOP_K)}
+        turn = (*TURN, "attention_end")  # the base runs it as an extend
+        self.run_in_turns(turn, NSAOffloadIndexerMetadata.topk_transform, model, **more)
 
     def test_every_row_is_where_it_belongs(self):
         for dtype, overlap in (("bfloat16", True), ("fp8_e4m3", False)):

@@ -13,6 +13,8 @@ from sglang.srt.mem_cache.sparsity.nsa_offload import adaptor, controller, lru_c
 from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
+from sglang.srt.mem_cache.sparsity.nsa_offload.step_inputs import StepInputs
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.test_utils import CustomTestCase
 
 DEVICE = tools.DEVICE
@@ -363,12 +365,13 @@ LATE_CYCLES = 20_000_000  # about 10 ms
 
 
 def check_load_order(module=controller):
-    """The top-k that rows are loaded for is late, and so are the rows."""
+    """The list of rows is late, as a top-k may be, and so are the rows."""
     pools = Pools(*DTYPES[0], module)
     try:
         device, host = pools.state()
         targets, sources = [70, 200, 447], [5, 703, 64]
         queue, chosen = pools.queue(), pools.queue(sources, targets)
+        pools.controller.load_layer(0, queue)  # compiles now, not while the others are late
         torch.cuda.synchronize()
         torch.cuda._sleep(4 * LATE_CYCLES)
         for empty, filled in zip(queue.tensors(), chosen.tensors()):
@@ -401,6 +404,49 @@ class TestLoadOrder(CustomTestCase):
                 faulty = tools.mutated(controller, line, "pass")
                 with self.assertRaises(AssertionError):
                     check_load_order(faulty)
+
+
+class TestStepInputs(CustomTestCase):
+    def setUp(self):
+        self.inputs = StepInputs(SIZES, 2, DEVICE)
+
+    def read(self):
+        inputs = self.inputs
+        tensors = inputs.windows, inputs.request_rows, inputs.lens, inputs.write_slots
+        return [tensor.tolist() for tensor in tensors]
+
+    def set(self, batch_size, windows, rows, lens, mode):
+        tensors = [torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in (windows, rows, lens)]
+        self.inputs.set(batch_size, *tensors, mode)
+
+    def ring(self, window, position):
+        first = SIZES.first_window_slot + window * SIZES.window_slots + SIZES.lru_slots
+        return first + position % SIZES.ring_slots
+
+    def test_decode(self):
+        """The new row is the last of the length; padding and requests without a window own no slot."""
+        self.inputs.reserve(4)
+        self.set(4, [2, -1, 0], [5, 6, 7], [65, 9, 130], ForwardMode.DECODE)
+        slots = [self.ring(2, 64), 0, self.ring(0, 129), 0]
+        self.assertEqual(self.read(), [[2, -1, 0, -1], [5, 6, 7, 0], [65, 9, 130, 0], slots])
+
+    def test_verify(self):
+        """The lengths come without the step's tokens."""
+        self.set(2, [1], [3], [63], ForwardMode.TARGET_VERIFY)
+        slots = [self.ring(1, 63), self.ring(1, 64), 0, 0]
+        self.assertEqual(self.read(), [[1, -1], [3, 0], [65, 0], slots])
+
+    def test_next_batch_replaces_the_last(self):
+        self.set(2, [1, 0], [3, 4], [63, 64], ForwardMode.DECODE)
+        self.set(2, [1], [3], [64], ForwardMode.DECODE)
+        self.assertEqual(self.read(), [[1, -1], [3, 0], [64, 0], [self.ring(1, 63), 0]])
+        self.inputs.set_padding(2, ForwardMode.DECODE)
+        self.assertEqual(self.read(), [[-1, -1], [0, 0], [0, 0], [0, 0]])
+
+    def test_room_never_shrinks(self):
+        self.inputs.reserve(1)
+        self.set(2, [1, 0], [3, 4], [63, 64], ForwardMode.DECODE)
+        self.assertEqual(self.read()[0], [1, 0])
 
 
 class TestDecode(CustomTestCase):
@@ -438,7 +484,7 @@ class TestFaultsAreSeen(CustomTestCase):
         "windows one apart": (lru_cache, "self.lru_slots + self.ring_slots,", "1,"),
         "window area begins at the padding": (adaptor, "            self._first_window_slot,\n", "            0,\n"),
         "one layer loaded": (controller, "self._rows(self._device_kv[layer])", "self._rows(self._device_kv[0])"),
-        "one query's top-k made resident": (adaptor, "selected_indices.reshape(-1, queries * selected_indices.shape[1]),", "selected_indices.view(-1, queries, selected_indices.shape[1])[:, :1].expand(-1, queries, -1).flatten(1).contiguous(),"),
+        "one query's top-k made resident": (adaptor, "selected_indices.reshape(-1, entries),", "selected_indices.view(-1, queries, selected_indices.shape[1])[:, :1].expand(-1, queries, -1).flatten(1).contiguous(),"),
         "rows not written back": (controller, "self._forward_stream.wait_event(self._stored)", "self._host_kv.view(torch.uint8).fill_(0)"),
     }  # fmt: skip
 

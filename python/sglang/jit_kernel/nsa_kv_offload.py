@@ -1,10 +1,11 @@
-"""CUDA kernels of decode KV offloading: a layer's top-k into device windows, and new rows to the host.
+"""CUDA kernels of decode KV offloading: top-k rows into device windows, new rows to the host.
 
-A swap is two launches a layer. ``swap_topk`` (a block a request) splits the top-k into hits and misses by a
-direct table, gives the misses the least recently used slots, keeps the tables, and queues what to load;
-``gather_misses`` copies the queue's rows over as many blocks as fill the link. Its launch overlaps the
-swap, and waits for the swap's end before it reads: that is their only barrier. Both read on the device how much there is to do,
-so a CUDA graph can replay them. ``store_rows`` is the way back.
+A swap is two launches a layer. ``swap_topk`` (a block a request) splits the top-k into hits and
+misses by a direct table, gives the misses the least recently used slots, keeps the tables, and
+queues what to load; ``gather_misses`` copies the queue's rows over as many blocks as fill the link.
+Its launch overlaps the swap, and waits for the swap's end before it reads: that is their only
+barrier. Both read on the device how much there is to do, so a CUDA graph can replay them.
+``store_rows`` is the way back.
 
 Words: *position* in a sequence; *host slot*, row of the host pool; *window offset*, slot in a
 request's window, the LRU part first and then the ring of newest rows; *device slot*, row of the device
@@ -13,7 +14,7 @@ buffer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 import torch
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 SWAP_THREADS = 1024
 GATHER_THREADS = 512
-GATHER_BLOCKS = 20  # fewer do not fill the link; more have rows in flight that share fewer translations
+# Fewer do not fill the link; rows in flight of more share fewer translations.
+GATHER_BLOCKS = 20
 GATHER_ROWS_IN_FLIGHT = 4  # a warp
 STORE_THREADS = 512
 STORE_BLOCKS = 8
@@ -82,7 +84,7 @@ class MissQueue:
 
 
 def compile_kernels(top_k: int, row_bytes: int) -> None:
-    """Compile what a server will need, or load it from SGLang's JIT cache: before it serves, not in its first step."""
+    """Compile what a server will need, or load it from SGLang's JIT cache, before its first step."""
     _swap_module(top_k)
     _gather_module(row_bytes)
     _store_module(row_bytes)
@@ -104,13 +106,15 @@ def swap_topk(
     ring_slots: int,
     first_window_slot: int,
     window_slots: int,
+    out: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """Make one layer's top-k resident: tables, page table, and the queue of rows to load.
 
-    A verify step of speculative decoding has Q queries a request: their top-k lists stand one after the
-    other, E entries in all, and all become resident together. Only the first query's token is sure to stay,
-    so only its entries (``lasting``) count as uses: what the drafts alone select is there for this step, and
-    is no younger after it; loaded, it is older than what was used in the last 16K steps.
+    A verify step of speculative decoding has Q queries a request: their top-k lists stand one after
+    the other, E entries in all, and all become resident together. Only the first query's token is
+    sure to stay, so only its entries (``lasting``) count as uses: what the drafts alone select is
+    there for this step, and is no younger after it; loaded, it is older than what was used in the
+    last 16K steps.
 
     ``gather_misses`` must follow on the same stream before anything reads the device slots. Entries
     with the same position get the same slot and one load. Victims are the least recently used slots that
@@ -126,18 +130,20 @@ def swap_topk(
         req_to_token: ``[rows, >= context]`` int32 host slots.
         offset_of_position: ``[num_windows, context]`` int16, -1 where not resident; changed.
         position_at_offset: ``[num_windows, lru_slots]`` int32, -1 where empty; changed.
-        last_used: ``[num_windows, lru_slots]`` int16, low bits of the length at the last use; changed.
+        last_used: ``[num_windows, lru_slots]`` int16, low bits of the length at the last use;
+            changed.
         counters: ``[3]`` int64; hits, ring hits and misses (each load once) are added.
         queue: empty on entry.
         lasting: leading entries of a row that count as uses; E, the top-k, without speculation.
         ring_slots: slots of the ring, at offsets ``lru_slots + position % ring_slots``.
         first_window_slot: device slot of window 0.
         window_slots: device slots from one window to the next.
+        out: ``[B, E]`` int32, contiguous; what is returned, allocated if unset.
 
     Returns:
         ``[B, E]`` int32 device slots in the order of the top-k; -1 for none, 0 in padded rows.
     """
-    page_table = torch.empty_like(topk)
+    page_table = torch.empty_like(topk) if out is None else out
     _swap_module(topk.shape[1]).run(
         topk,
         batch_windows,

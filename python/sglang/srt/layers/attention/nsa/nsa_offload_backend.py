@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Callable, Optional
 
@@ -12,7 +12,7 @@ from sglang.srt.layers.attention.nsa_backend import (
     NativeSparseAttnBackend,
     NSAIndexerMetadata,
 )
-from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import is_decode_step
+from sglang.srt.mem_cache.sparsity.nsa_offload.step_inputs import is_decode_step
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class NSAOffloadIndexerMetadata(NSAIndexerMetadata):
     """Of decode: begins a layer's swap as soon as its top-k is there."""
 
-    swap_begin: Optional[Callable[[torch.Tensor], None]] = None
+    swap_begin: Callable[[torch.Tensor], None] = field(kw_only=True)
 
     def topk_transform(self, *args, **kwargs) -> torch.Tensor:
         topk = super().topk_transform(*args, **kwargs)
@@ -37,8 +37,9 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
 
     Decode, and a verify step, which the base runs as an extend, ask for unfused top-k
     (positions), begin to make them resident at once, and hand the base their device slots in
-    place of its fused top-k. New rows are written while the others still come. Prefill keeps the fused top-k and swaps the page table it reads for one of staging
-    slots. Attention kernels are the base's own.
+    place of its fused top-k. New rows are written while the others still come. Prefill keeps the
+    fused top-k and swaps the page table it reads for one of staging slots. Attention kernels are
+    the base's own.
     """
 
     # Set by the CUDA graph runner around a replay; None otherwise.
@@ -65,7 +66,7 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int):
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        self.coordinator.reserve_batch(max_bs)
+        self.coordinator.inputs.reserve(max_bs)
 
     def init_forward_metadata_capture_cuda_graph(
         self, bs, num_tokens, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info
@@ -161,7 +162,7 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
     def _rows_of_topk(
         self, q, k, v, layer, forward_batch, save_kv_cache, topk_indices, k_rope=None, **kwargs
     ) -> torch.Tensor:
-        """Write the step's new rows, then wait for the others: ``[B * Q, K]`` int32 device slots."""
+        """Write the step's new rows, wait for the others; ``[B * Q, K]`` int32 device slots."""
         if save_kv_cache and k is not None:
             slots = forward_batch.out_cache_loc
             forward_batch.token_to_kv_pool.set_mla_kv_buffer(layer, slots, k, k_rope)

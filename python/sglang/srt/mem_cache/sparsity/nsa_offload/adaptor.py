@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
 class NSAOffloadBackendAdaptor(NSABackendAdaptor):
     """One layer of one decode step: tables, page table and copy of the misses.
 
-    Two launches on the forward's own stream, so that nothing waits.
+    Two launches on the current stream.
 
     Args:
         queue: of misses; all layers share it.
@@ -53,6 +53,7 @@ class NSAOffloadBackendAdaptor(NSABackendAdaptor):
         request_rows: torch.Tensor,
         batch_lens: torch.Tensor,
         queries: int,
+        out: Optional[torch.Tensor] = None,
         **kwargs,
     ) -> torch.Tensor:
         """Make a layer's top-k resident, for all queries of a request at once.
@@ -64,14 +65,16 @@ class NSAOffloadBackendAdaptor(NSABackendAdaptor):
             request_rows: ``[B]`` int32 request rows.
             batch_lens: ``[B]`` int32 lengths with this step's tokens.
             queries: Q, of one request.
+            out: ``[B * Q, K]`` int32, contiguous; what is returned, allocated if unset.
 
         Returns:
             ``[B * Q, K]`` int32 device slots in the order of the positions. On the current
             stream every one of them holds its row when this returns.
         """
+        entries = queries * selected_indices.shape[1]
         page_table = self._lru.prepare_layer_swap(
             layer_id,
-            selected_indices.reshape(-1, queries * selected_indices.shape[1]),
+            selected_indices.reshape(-1, entries),
             batch_windows,
             batch_lens,
             request_rows,
@@ -79,6 +82,7 @@ class NSAOffloadBackendAdaptor(NSABackendAdaptor):
             self._first_window_slot,
             self._queue,
             queries,
+            None if out is None else out.view(-1, entries),
         )
         self._controller.load_layer(layer_id, self._queue)
         return page_table.view_as(selected_indices)

@@ -36,7 +36,8 @@ class SparseCacheController:
     ):
         self._device_kv = device_pool.kv_buffer
         self._host_kv = host_pool.kv_buffer
-        # Device and host addresses of all layers, and of each: made once, a prefill asks in every layer.
+        # Device and host addresses of all layers, and of each: made once, since a prefill asks in
+        # every layer.
         self._ptrs = device_pool.data_ptrs, host_pool.layer_ptrs
         self._ptrs_of_layer = list(zip(*(ptrs.split(1) for ptrs in self._ptrs)))
         self._row_bytes = host_pool.row_bytes
@@ -55,8 +56,9 @@ class SparseCacheController:
     def load_begin(self) -> AbstractContextManager:
         """Enter the load stream behind the current one.
 
-        Keep alive until ``load_end`` what is read there: ``record_stream`` would keep its
-        memory from all later layers of a captured graph.
+        What is read or written there must have been allocated before, and be kept until
+        ``load_end``: ``record_stream`` would keep its memory from all later layers of a
+        captured graph.
         """
         self._load_stream.wait_stream(self._module.current_stream())
         return self._module.stream(self._load_stream)

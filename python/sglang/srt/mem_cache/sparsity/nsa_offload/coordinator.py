@@ -21,10 +21,8 @@ from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenTo
 from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
 from sglang.srt.mem_cache.sparsity.nsa_offload.staging import PrefillStaging
-from sglang.srt.mem_cache.sparsity.nsa_offload.window_allocator import (
-    SparseSlotAllocator,
-    Window,
-)
+from sglang.srt.mem_cache.sparsity.nsa_offload.step_inputs import StepInputs, is_decode_step
+from sglang.srt.mem_cache.sparsity.nsa_offload.window_allocator import Lease, SparseSlotAllocator
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -33,35 +31,19 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 
-def is_decode_step(forward_mode: "ForwardMode") -> bool:
-    """Whether a forward reads windows: decode, the verify step of speculation, or idle."""
-    return forward_mode.is_decode_or_idle() or forward_mode.is_target_verify()
-
-
-@dataclass
-class Lease:
-    """A request row's hold on a window, from its first decode step to the row's ``free``.
-
-    Attributes:
-        window: the device slots.
-        first_position: first position that decoding writes; earlier ones are on the host.
-        end_position: positions before it are on the host, or their copy has been issued.
-    """
-
-    window: Window
-    first_position: int
-    end_position: int
-
-
 @dataclass
 class LayerSwap:
     """A layer's swap on the load stream, from its top-k to its attention.
 
+    Both tensors are the forward stream's memory, and kept until it has waited for the load stream.
+
     Attributes:
-        topk: ``[B * Q, K]`` int32 positions; kept, since the load stream reads them.
+        layer_id: layer of the model.
+        topk: ``[B * Q, K]`` int32 positions.
         page_table: ``[B * Q, K]`` int32 device slots.
     """
 
+    layer_id: int
     topk: torch.Tensor
     page_table: torch.Tensor
 
@@ -74,7 +56,8 @@ class NSAOffloadCoordinator(SparseCoordinator):
     queue what the tables need, and issue the write-back. ``forward_begin`` applies the queue on
     the forward stream, so a change is ordered after every forward launched before it.
 
-    Backend side, in every layer: ``swap_begin``, ``attention_begin``, ``attention_end``.
+    Backend side, in every layer: of a decode step ``swap_begin`` and ``attention_begin``, of a
+    prefill ``attention_end``.
     """
 
     def __init__(
@@ -135,10 +118,8 @@ class NSAOffloadCoordinator(SparseCoordinator):
         # Device state, changed on the forward stream only.
         rows = req_to_token_pool.req_to_token.shape[0]
         self._window_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        self._from_end = torch.arange(-sizes.queries, 0, device=device)
-        self._swap: Optional[LayerSwap] = None
-        self._max_batch = 0
-        self.reserve_batch(rows)
+        self.inputs = StepInputs(sizes, rows, device)
+        self._swap: Optional[LayerSwap] = None  # begun by the layer in progress
 
     # ---- scheduler side -------------------------------------------------------------
 
@@ -254,22 +235,6 @@ class NSAOffloadCoordinator(SparseCoordinator):
 
     # ---- forward --------------------------------------------------------------------
 
-    def reserve_batch(self, max_batch: int) -> None:
-        """Make room for a decode batch; CUDA graphs read these inputs, so call it before capture.
-
-        Never shrinks: an eager batch may be larger than the largest captured one.
-        """
-        self._max_batch = max_batch = max(max_batch, self._max_batch)
-        self._batch_windows = torch.full(
-            (max_batch,), -1, dtype=torch.int32, device=self.device
-        )
-        self._request_rows = torch.zeros((max_batch,), dtype=torch.int32, device=self.device)
-        self._batch_lens = torch.zeros((max_batch,), dtype=torch.int32, device=self.device)
-        self._write_slots = torch.zeros(
-            (max_batch * self.sizes.queries,), dtype=torch.int64, device=self.device
-        )
-        self._batch_size = 0
-
     def forward_begin(self, forward_batch: "ForwardBatch") -> None:
         """Start a forward on its stream: tables up to date, earlier copies to the host done."""
         if is_decode_step(forward_batch.forward_mode):
@@ -305,39 +270,15 @@ class NSAOffloadCoordinator(SparseCoordinator):
             forward_mode: which of both.
         """
         self._apply_pending()
-        sizes = self.sizes
         rows = req_pool_indices[:num_real]
         windows = self._window_of_row[rows]
-        lens = seq_lens[:num_real].long()
-        if forward_mode.is_target_verify():
-            lens = lens + sizes.queries
-        self.padding_begin(batch_size, forward_mode, first=num_real)
-        queries = self._queries
-        new_positions = lens[:, None] + self._from_end[-queries:]
-        ring_slots = (
-            sizes.first_window_slot
-            + windows.long()[:, None] * sizes.window_slots
-            + sizes.lru_slots
-            + new_positions % sizes.ring_slots
-        )
-        self._batch_windows[:num_real] = windows
-        self._request_rows[:num_real] = rows.int()
-        self._batch_lens[:num_real] = lens.int()
-        self._write_slots[: num_real * queries] = torch.where(
-            windows[:, None] >= 0, ring_slots, 0
-        ).flatten()
+        self.inputs.set(batch_size, windows, rows, seq_lens[:num_real], forward_mode)
+        self.token_to_kv_pool.write_slots = self.inputs.write_slots
 
-    def padding_begin(
-        self, batch_size: int, forward_mode: "ForwardMode", first: int = 0
-    ) -> None:
-        """Make requests from ``first`` on padding: graph capture and warm-up leave no trace."""
-        self._queries = self.sizes.queries if forward_mode.is_target_verify() else 1
-        self._batch_windows[first:batch_size] = -1
-        self._request_rows[first:batch_size] = 0
-        self._batch_lens[first:batch_size] = 0
-        self._write_slots[first * self._queries : batch_size * self._queries] = 0
-        self._batch_size = batch_size
-        self.token_to_kv_pool.write_slots = self._write_slots[: batch_size * self._queries]
+    def padding_begin(self, batch_size: int, forward_mode: "ForwardMode") -> None:
+        """Set the inputs of a forward that has padding alone: graph capture, warm-up."""
+        self.inputs.set_padding(batch_size, forward_mode)
+        self.token_to_kv_pool.write_slots = self.inputs.write_slots
 
     def _apply_pending(self) -> None:
         self.controller.forward_begin()
@@ -369,8 +310,9 @@ class NSAOffloadCoordinator(SparseCoordinator):
         Args:
             topk: ``[B * Q, K]`` int32 positions, -1 for none; Q queries a request.
         """
+        page_table = torch.empty_like(topk, memory_format=torch.contiguous_format)
         with self.controller.load_begin():
-            page_table = self.backend_adaptor.adapt_for_attn_metadata(
+            self.backend_adaptor.adapt_for_attn_metadata(
                 selected_indices=topk,
                 valid_lengths=None,
                 sparse_mask=None,
@@ -379,12 +321,13 @@ class NSAOffloadCoordinator(SparseCoordinator):
                 req_to_token=self.req_to_token_pool.req_to_token,
                 page_size=self.page_size,
                 layer_id=layer_id - self.start_layer,
-                batch_windows=self._batch_windows[: self._batch_size],
-                request_rows=self._request_rows[: self._batch_size],
-                batch_lens=self._batch_lens[: self._batch_size],
-                queries=self._queries,
+                batch_windows=self.inputs.windows,
+                request_rows=self.inputs.request_rows,
+                batch_lens=self.inputs.lens,
+                queries=self.inputs.queries,
+                out=page_table,
             )
-        self._swap = LayerSwap(topk, page_table)
+        self._swap = LayerSwap(layer_id, topk, page_table)
 
     def _handle_sparse_retrieve(
         self,
@@ -404,12 +347,13 @@ class NSAOffloadCoordinator(SparseCoordinator):
         Returns:
             ``[B * Q, K]`` int32 device slots. On the current stream each of them holds its row.
         """
-        if self._swap is None or self._swap.topk is not topk_indices:
+        swap, self._swap = self._swap, None
+        if swap is None or swap.layer_id != layer.layer_id or swap.topk is not topk_indices:
             # A layer that takes over another's top-k has not run its indexer.
             self.swap_begin(layer.layer_id, topk_indices)
+            swap, self._swap = self._swap, None
         self.controller.load_end()
-        page_table, self._swap = self._swap.page_table, None
-        return page_table
+        return swap.page_table
 
     def attention_end(
         self,
@@ -449,6 +393,6 @@ class NSAOffloadCoordinator(SparseCoordinator):
         self.lru.check_integrity()
 
     def close(self) -> None:
-        """Give the pinned host memory back before the process ends; for owners of several in one process."""
+        """Give pinned host memory back before the process ends; for owners of several."""
         self.controller.synchronize()
         self.host_pool.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 
 from sglang.jit_kernel.nsa_kv_offload import MissQueue, swap_topk
@@ -55,8 +57,8 @@ class LRUCacheState:
         self.counters = torch.zeros((num_layers, 3), dtype=torch.int64, device=device)
         self.last_used = torch.zeros((*shape, lru_slots), dtype=torch.int16, device=device)
 
-    # An empty slot looks this old to a window's first step: older than any that holds a row. Stamps have 16
-    # bits: after as many steps an empty slot looks young, which costs hits and nothing else.
+    # An empty slot looks this old to a window's first step: older than any that holds a row. Stamps
+    # have 16 bits: after as many steps an empty slot looks young, which costs hits and nothing else.
     EMPTY_AGE = 1 << 15
 
     @staticmethod
@@ -75,6 +77,7 @@ class LRUCacheState:
         first_window_slot: int,
         queue: MissQueue,
         queries: int = 1,
+        out: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Enter a layer's top-k into the tables and queue its misses, in one launch.
 
@@ -92,6 +95,7 @@ class LRUCacheState:
             first_window_slot: device slot of window 0.
             queue: empty; filled.
             queries: Q; the first one's token stays, the others' may be refused.
+            out: ``[B, Q * K]`` int32, contiguous; what is returned, allocated if unset.
 
         Returns:
             ``[B, Q * K]`` int32 device slots in the order of the top-k.
@@ -112,6 +116,7 @@ class LRUCacheState:
             self.ring_slots,
             first_window_slot,
             self.lru_slots + self.ring_slots,
+            out,
         )
 
     def begin_windows(self, windows: torch.Tensor, first_positions: torch.Tensor) -> None:

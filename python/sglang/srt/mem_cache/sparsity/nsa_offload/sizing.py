@@ -1,4 +1,4 @@
-"""Device and host memory of decode KV offloading: all that grows with windows, tokens or context is counted."""
+"""Device and host memory of decode KV offloading: all that grows with windows, tokens or context."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class OffloadSizes:
 
     @property
     def bytes_per_token(self) -> float:
-        """Device bytes of one more logical slot: index keys, staging map entry, miss queue; all of the draft model."""
+        """Device bytes of one more logical slot: index keys, staging map, queue; all of the draft's."""
         return (
             self._resident_bytes_per_token
             + STAGING_MAP_BYTES_PER_PAGE / self.page_size

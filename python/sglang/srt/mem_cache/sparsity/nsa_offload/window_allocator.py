@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
@@ -17,6 +18,21 @@ class Window(NamedTuple):
 
     index: int
     first_slot: int
+
+
+@dataclass
+class Lease:
+    """A request row's hold on a window, from its first decode step to the row's ``free``.
+
+    Attributes:
+        window: the device slots.
+        first_position: first position that decoding writes; earlier ones are on the host.
+        end_position: positions before it are on the host, or their copy has been issued.
+    """
+
+    window: Window
+    first_position: int
+    end_position: int
 
 
 class SparseSlotAllocator:
