@@ -17,6 +17,7 @@ from unittest import mock
 
 from harness.environment import ON_GPU  # (environment before sglang)
 
+from harness.server import free_port
 from harness.stepper import Stepper
 
 MAX_STEPS = 20000
@@ -319,7 +320,8 @@ def _build(settings: Dict[str, Any]):
 
     if not ON_GPU and not sgl_cpu_ref.is_active():
         raise SchedulerError("the sgl_cpu_ref plugin is not active")
-    server_args = ServerArgs(**settings)
+    # A port that SGLang draws may be given away before it listens there.
+    server_args = ServerArgs(**{"nccl_port": free_port(), **settings})
     set_global_server_args_for_scheduler(server_args)
     # The watchdog outlives its scheduler, keeps it in memory, and five minutes after a failed start kills the parent:
     # here, the test runner.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import offload
 from harness.scheduler import InprocScheduler
+from sglang.jit_kernel.nsa_kv_offload import MissQueue
 from sglang.srt.mem_cache.sparsity.nsa_offload.adaptor import NSAOffloadBackendAdaptor
 from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
 from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
@@ -84,7 +85,7 @@ def misses_are_not_loaded(stack):
 
     def faulty(self, *args):
         page_table = prepare(self, *args)
-        queue = args[-2]
+        (queue,) = (arg for arg in args if isinstance(arg, MissQueue))
         queue.state.zero_()
         queue.wanted.zero_()
         return page_table

@@ -95,6 +95,7 @@ CONFLICTING = {
     },
     "--enable-mixed-chunk": {"enable_mixed_chunk": True},
     "--enable-two-batch-overlap": {"enable_two_batch_overlap": True},
+    "--enable-torch-compile": {"enable_torch_compile": True},
     "--enable-pdmux": {"enable_pdmux": True},
     "--enable-memory-saver": {"enable_memory_saver": True},
     "--enable-streaming-session": {"enable_streaming_session": True},

@@ -154,6 +154,12 @@ CONFLICTS = (
         "drop --enable-two-batch-overlap",
     ),
     Conflict(
+        lambda a: a.enable_torch_compile,
+        "--enable-torch-compile",
+        "a compiled layer is not known to keep the order of the stream that loads its rows",
+        "drop --enable-torch-compile",
+    ),
+    Conflict(
         lambda a: a.enable_pdmux,
         "--enable-pdmux",
         "it runs prefill and decode on streams of its own",

@@ -312,7 +312,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         """
         page_table = torch.empty_like(topk, memory_format=torch.contiguous_format)
         with self.controller.load_begin():
-            self.backend_adaptor.adapt_for_attn_metadata(
+            page_table = self.backend_adaptor.adapt_for_attn_metadata(
                 selected_indices=topk,
                 valid_lengths=None,
                 sparse_mask=None,
