@@ -136,7 +136,7 @@ def test_capacity_counts_what_is_allocated(tiny_model, monkeypatch):
     load_plugins()
     capacity = load("capacity")
     monkeypatch.setattr(capacity.lone_node, "TOP_K", offload.TOP_K)
-    args = argparse.Namespace(budget_gb=0.02, context=1984, window=128, layers=3, dtype="bfloat16", warmup=1, steps=1, rounds=1)
+    args = argparse.Namespace(budget_gb=0.02, context=1984, window=128, layers=3, dtype="bfloat16", warmup=12, steps=1, rounds=1)
     args.miss_rates, args.impls = [0.1], ("dense", "ours")
 
     def one_by_one(function, calls):
