@@ -331,6 +331,7 @@ class TestConfig(FlagTestCase):
         '{"host_size_gb": -1}': ("host_size_gb=-1", "above 0"),
         '{"host_size_gb": "1"}': ("host_size_gb='1'", "number"),
         '{"host_size_gb": NaN}': ("host_size_gb=nan", "number"),
+        '{"host_size_gb": Infinity}': ("host_size_gb=inf", "finite number"),
         '{"host_ratio": 0}': ("host_ratio=0", "above 0"),
         '{"host_ratio": 1.01}': ("host_ratio=1.01", "at most 1.0"),
         '{"host_ratio": false}': ("host_ratio=False", "number"),
@@ -361,7 +362,7 @@ class TestConfig(FlagTestCase):
         self.assertEqual(NSAKVOffloadConfig.from_json(text, TOP_K).window_slots, 1 << 15)
         # Five query tokens leave less of a block's shared memory for marks.
         self.assertEqual(NSAKVOffloadConfig.from_json('{"window_size": 27968}', 2048, 5).window_size, 27968)
-        with self.assertRaisesRegex(ValueError, "window_size=28032 is above 27968"):
+        with self.assertRaisesRegex(ValueError, "window_size=28032 is above 27968.* give at most 27968, or fewer draft tokens"):
             NSAKVOffloadConfig.from_json('{"window_size": 28032}', 2048, 5)
 
 

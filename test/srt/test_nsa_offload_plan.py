@@ -158,6 +158,11 @@ class TestCommand(CustomTestCase):
                 (("--kv-memory-gib", "38", "--model", folder), "no model with DeepSeek sparse"),
                 (("--kv-memory-gib", "38", "--model", folder + "/none"), "none"),
                 (("--kv-memory-gib", "38", "--host-memory-gib", "10.001"), "host_size_gb"),
+                (("--kv-memory-gib", "38", "--host-memory-gib", "5"), "--host-memory-gib 5 leaves"),
+                (("--kv-memory-gib", "38", "--host-memory-gib", "99", "--config", "[]"), "not a JSON object"),
+                (("--kv-memory-gib", "38", "--context", "0"), "argument --context: 0 is not above 0"),
+                (("--kv-memory-gib", "38", "--batch", "-3"), "argument --batch: -3 is not above 0"),
+                (("--gpu-memory-gib", "79", "--weights-gib", "81"), "-13.85 GiB are left for KV"),
             ):
                 with self.subTest(argv=argv):
                     status, text = run(*argv)

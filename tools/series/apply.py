@@ -181,7 +181,9 @@ def _is_whole(target: Target, manifest: Manifest) -> bool:
         if found != after:
             whole = False
             if found != manifest.originals.get(path):
-                raise SeriesError(f"{place}: changed since the series was applied")
+                raise SeriesError(
+                    f"{place}: changed since the series was applied; put back what it was then, or install SGLang anew"
+                )
     return whole
 
 

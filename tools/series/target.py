@@ -55,7 +55,7 @@ def locate(folder: Path) -> Target:
         if folder.name == "python":
             return locate(folder.parent)
     raise SeriesError(
-        f"{folder}: neither a site-packages folder with sglang nor a checkout of it"
+        f"{folder}: neither a site-packages folder with sglang and its sglang-*.dist-info, nor a checkout of it"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -55,7 +56,7 @@ class NSAKVOffloadConfig:
         Raises:
             ValueError: names the flag, the key, the value and the legal range.
         """
-        values = _parse_object(text)
+        values = parse_object(text)
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
@@ -80,13 +81,14 @@ class NSAKVOffloadConfig:
         if config.window_slots > MAX_WINDOW_SLOTS:
             raise ValueError(
                 f"{CONFIG_FLAG}: window_size + write_back_ring = {config.window_slots} is "
-                f"above {MAX_WINDOW_SLOTS}, the range of a 16-bit window offset."
+                f"above {MAX_WINDOW_SLOTS}, the range of a 16-bit window offset; lower one of them."
             )
         limit = max_lru_slots(queries * top_k) // SLOT_MULTIPLE * SLOT_MULTIPLE
         if config.window_size > limit:
             raise ValueError(
                 f"{CONFIG_FLAG}: window_size={config.window_size} is above {limit}, what the "
-                f"shared memory of a thread block allows beside {queries} x {top_k} entries."
+                f"shared memory of a thread block allows beside {queries} x {top_k} entries; "
+                f"give at most {limit}" + (", or fewer draft tokens." if queries > 1 else ".")
             )
         return config
 
@@ -110,7 +112,12 @@ def queries_per_step(server_args: "ServerArgs") -> int:
     return server_args.speculative_num_draft_tokens
 
 
-def _parse_object(text: Optional[str]) -> dict[str, Any]:
+def parse_object(text: Optional[str]) -> dict[str, Any]:
+    """The JSON object that configures the flag, unchecked.
+
+    Raises:
+        ValueError: it is not one.
+    """
     if text is None:
         return {}
     try:
@@ -146,5 +153,6 @@ def _check_slots(key: str, value: Any, minimum: int, why: str) -> None:
 def _check_positive(key: str, value: Any) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{CONFIG_FLAG}: {key}={value!r} must be a number above 0.")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ValueError(f"{CONFIG_FLAG}: {key}={value!r} must be a finite number above 0.")

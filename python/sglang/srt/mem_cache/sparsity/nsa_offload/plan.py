@@ -19,6 +19,7 @@ import torch
 
 from sglang.srt.arg_groups.nsa_kv_offload_hook import MAX_SPECULATIVE_STEPS
 from sglang.srt.configs.model_config import is_deepseek_nsa
+from sglang.srt.mem_cache.sparsity.nsa_offload.config import parse_object
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import (
     HOST_RESERVE_BYTES,
     NSAKVOnlyTokenToKVPoolHost,
@@ -204,7 +205,12 @@ def _config(question: Question) -> Optional[str]:
     """The configuration, with the host's memory as the limit where it names none."""
     if question.host_bytes is None:
         return question.config
-    config = json.loads(question.config or "{}")
+    if question.host_share <= 0:
+        raise ValueError(
+            f"--host-memory-gib {question.host_bytes / GIB:g} leaves nothing beside the "
+            f"{HOST_RESERVE_BYTES / GIB:g} GiB that a server leaves free; give more."
+        )
+    config = parse_object(question.config)
     return json.dumps({"host_size_gb": question.host_share / 1e9, **config})
 
 
@@ -255,9 +261,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", type=Path, help="config.json or its folder; default: DeepSeek-V3.2")
     add("--kv-cache-dtype", choices=DTYPES, default="fp8_e4m3")
-    add("--tp-size", type=int, default=8, help="attention TP ranks on one host")
-    add("--context", type=int, nargs="+", default=[32768, 131072], help="prompt and answer")
-    add("--batch", type=int, help="requests at once; default: as many as fit")
+    add("--tp-size", type=_count, default=8, help="attention TP ranks on one host")
+    add("--context", type=_count, nargs="+", default=[32768, 131072], help="prompt and answer")
+    add("--batch", type=_count, help="requests at once; default: as many as fit")
     add("--kv-memory-gib", type=float, help="device memory for KV; else the next three")
     add("--gpu-memory-gib", type=float, help="of one GPU")
     add("--mem-fraction-static", type=float, default=0.85, help="as given to the server")
@@ -287,6 +293,11 @@ def main(argv: Optional[list[str]] = None) -> int:
         how = f"{args.gpu_memory_gib:g} x {args.mem_fraction_static:g} - {args.weights_gib:g}"
     else:
         parser.error("give --kv-memory-gib, or --gpu-memory-gib and --weights-gib")
+    if kv_gib <= 0:
+        parser.error(
+            f"{kv_gib:.2f} GiB are left for KV ({how}); check --kv-memory-gib, or --gpu-memory-gib, "
+            "--mem-fraction-static and --weights-gib"
+        )
     try:
         model = _model(args.model)
         answers = [
@@ -318,6 +329,13 @@ def main(argv: Optional[list[str]] = None) -> int:
     for each in answers:
         print(f"\n{report(each)}")
     return 0
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
 
 
 def _speculation(steps: int) -> str:
