@@ -12,10 +12,10 @@ import harness  # noqa: F401  (sets the environment; before sglang and torch)
 import torch
 from exactness import BACKENDS
 from replayed_topk import lists_of, replayed_topk
+from harness.delivery import FAKE_HOST
 from harness.environment import ON_GPU
 from harness.scheduler import InprocScheduler
 
-FAKE_HOST = "2.2.2.2"
 TOP_K, PAGE = 2048, 64
 KV_BYTES, INDEX_BYTES = {"fp8_e4m3": 656, "bfloat16": 1152}, 132  # of a token in a layer
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -5,13 +5,16 @@ window's edge, in both KV dtypes and both event loops.
 """
 
 import unittest
+from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
-from harness import environment, offload
+from harness import environment, offload  # before torch: it sets the environment
 from harness.scheduler import InprocScheduler
 from harness.stamps import Stamps
 from tiny_model import TinySpec, write_checkpoint
 
+import torch
 from sglang.srt.layers.attention.nsa.nsa_offload_backend import NSAOffloadIndexerMetadata
 from sglang.srt.layers.attention.nsa_backend import NSAIndexerMetadata
 from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
@@ -170,6 +173,45 @@ class TestServing(CustomTestCase):
                 self.assertGreater(checked, 5000)
                 engine.drain()
                 offload.check_idle(engine)
+
+
+class TestLayerSwap(CustomTestCase):
+    """The coordinator alone: what it does in turn, and for which layer."""
+
+    def setUp(self):
+        self.turns, empty_like = [], torch.empty_like
+        self.coordinator = coordinator = NSAOffloadCoordinator.__new__(NSAOffloadCoordinator)
+        vars(coordinator).update(start_layer=0, page_size=1, _swap=None)
+        for part in ("controller", "inputs", "backend_adaptor", "req_to_token_pool"):
+            setattr(coordinator, part, mock.MagicMock())
+        coordinator.controller.load_begin.side_effect = lambda: self.turn("load_begin") or nullcontext()
+        coordinator.controller.load_end.side_effect = lambda: self.turn("load_end")
+        adapt = coordinator.backend_adaptor.adapt_for_attn_metadata
+        adapt.side_effect = lambda layer_id, out, **kwargs: self.turn(layer_id) or out
+        allocate = lambda *args, **kwargs: self.turn("allocate") or empty_like(*args, **kwargs)
+        patcher = mock.patch.object(torch, "empty_like", allocate)
+        patcher.start()
+        self.addCleanup(patcher.stop)
+        self.topk = torch.zeros((2, 4), dtype=torch.int32)
+
+    def turn(self, name):
+        self.turns.append(name)
+
+    def attention(self, layer_id, topk):
+        layer = SimpleNamespace(layer_id=layer_id)
+        return self.coordinator._handle_sparse_retrieve(None, layer, None, None, topk_indices=topk)
+
+    def test_page_table_is_not_memory_of_the_load_stream(self):
+        self.coordinator.swap_begin(0, self.topk)
+        self.attention(0, self.topk)
+        self.assertEqual(self.turns, ["allocate", "load_begin", 0, "load_end"])
+
+    def test_swap_of_another_layer_or_topk_does_not_count(self):
+        for layer_id, topk in ((1, self.topk), (0, self.topk.clone())):
+            self.coordinator.swap_begin(0, self.topk)
+            self.turns.clear()
+            self.attention(layer_id, topk)
+            self.assertEqual(self.turns, ["allocate", "load_begin", layer_id, "load_end"])
 
 
 if __name__ == "__main__":
