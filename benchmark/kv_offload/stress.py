@@ -34,7 +34,7 @@ FIRST_HIGH_SLOT = (1 << 31) // 656 // 64 * 64 + 64
 def plant(fault: str, stack: ExitStack) -> None:
     """Replace a part by a faulty one until ``stack`` closes."""
     import torch
-    from sglang.jit_kernel import nsa_kv_offload as kernels
+    from sglang.srt.mem_cache.sparsity.nsa_offload import host_pool
     from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController as Controller
     from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator as Coordinator
     from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
@@ -59,7 +59,7 @@ def plant(fault: str, stack: ExitStack) -> None:
         begin(self, batch_size, batch_size, *args)
 
     # The faults are in the list of misses: gather by it, however many they are.
-    stack.enter_context(mock.patch.object(kernels, "ORDER_MIN_ROWS", 1 << 30))
+    stack.enter_context(mock.patch.multiple(host_pool, ORDER_MIN_ROWS=1 << 30, ORDER_MIN_ROWS_MANAGED=1 << 30))
     replaced = {
         "layer_offset_lost": (Controller, "load_layer", lost),
         "host_and_device_slot_swapped": (Controller, "load_layer", swapped),

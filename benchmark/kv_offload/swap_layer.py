@@ -1,14 +1,16 @@
 """What one layer's swap costs: the CUDA kernels, HiSparse's, a stock copy of the same rows, and the link's limit, in one run.
 
-    python benchmark/kv_offload/swap_layer.py --out benchmark/kv_offload/results/h200/swap_layer.json      # on a Hopper GPU, ~2 minutes
+    python benchmark/kv_offload/swap_layer.py --out benchmark/kv_offload/results/h200/swap_layer.json      # on a Hopper GPU, ~3 minutes
 
 Steady state and first touch: each step keeps (1 - miss rate) of the last top-k and takes positions that were never resident
 for the rest; layers take turns, each with its own pool, tables and windows; up to 22 GB of pool in up to 256 layers; each
-implementation has lists of its own, and the CPU's cache is overwritten before it. Cases with several queries are a verify step's
+implementation has lists of its own, and the CPU's cache is overwritten before it. All is measured on both kinds of host memory: a
+server takes managed memory, and pinned memory where a transfer engine registers it; HiSparse takes pinned memory. Cases with
+several queries are a verify step's
 swap (multi-token prediction); the case after each has one list with as many misses. A spin kernel before each timed launch hides
 the host's launch time. Times are medians over layers and steps.
 
-Rows: impl is one of
+Rows: memory is managed or pinned, and impl is one of
   ours          swap_topk and gather_misses, as a server chooses its order by the number of misses
   ours_listed   the same, rows always in the order of their misses
   ours_ordered  the same, rows always in host-address order
@@ -27,7 +29,6 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Callable, Dict, List
-from unittest import mock
 
 import torch
 from sglang.jit_kernel import nsa_kv_offload as kernels
@@ -94,26 +95,38 @@ CASES = (
 )
 
 
+class HostMemory:
+    """One buffer for every case: to take memory takes longer than to measure."""
+
+    def __init__(self, kind: str, tensor: torch.Tensor, owner=None) -> None:
+        self.kind, self.tensor, self._owner, self._filled = kind, tensor, owner, None
+
+    def layers(self, count: int, rows: int, row_bytes: int) -> torch.Tensor:
+        """``[count, rows, row_bytes]``; both ends of a row tell layer and slot: filling all bytes would take too long."""
+        host = self.tensor[: count * rows * row_bytes].view(count, rows, row_bytes)
+        if self._filled != (count, rows, row_bytes):
+            words = host.view(torch.int64)
+            for layer in range(count):
+                words[layer, :, 0] = words[layer, :, -1] = torch.arange(rows) + layer * rows
+            self._filled = (count, rows, row_bytes)
+        return host
+
+
 class Pool:
     """Host rows of several layers, and where each request's positions lie in them.
 
     Args:
-        memory: pinned bytes, one buffer for every case: to pin takes longer than to measure.
+        memory: of the host.
         max_layers: at most as many, and as fit into the memory.
     """
 
-    def __init__(self, case: Case, memory: torch.Tensor, max_layers: int, device: str, seed: int = 0) -> None:
+    def __init__(self, case: Case, memory: HostMemory, max_layers: int, device: str, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         rows = case.pool_rows or case.batch * case.positions
-        self.layers = min(max_layers, len(memory) // (rows * case.row_bytes))
+        self.layers = min(max_layers, len(memory.tensor) // (rows * case.row_bytes))
         if self.layers < 1:
             raise ValueError(f"{case}: a layer takes {rows * case.row_bytes / 1e9:.1f} GB of host memory")
-        used = self.layers * rows * case.row_bytes
-        self.host = memory[:used].view(self.layers, rows, case.row_bytes)
-        # Rows that tell layer and slot apart; filling all bytes would take longer than the measurement.
-        words = self.host.view(torch.int64)
-        for layer in range(self.layers):
-            words[layer, :, 0] = words[layer, :, -1] = torch.arange(rows) + layer * rows
+        self.host = memory.layers(self.layers, rows, case.row_bytes)
         order = torch.arange(rows)
         if case.placement == "pages":
             pages = torch.randperm(rows // PAGE, generator=generator)
@@ -149,7 +162,7 @@ def topk_lists(case: Case, steps: int, seed: int = 0) -> torch.Tensor:
 class Ours:
     """The two launches of a layer, on tables of their own."""
 
-    def __init__(self, case: Case, pool: Pool, steps: int) -> None:
+    def __init__(self, case: Case, pool: Pool, steps: int, order_min_rows: int = kernels.ORDER_MIN_ROWS) -> None:
         device, batch, layers = pool.device.device, case.batch, pool.layers
         self.case, self.pool = case, pool
 
@@ -163,7 +176,7 @@ class Ours:
         self.windows = torch.arange(batch, dtype=torch.int32, device=device)
         self.ring_begin = filled((batch,), case.positions, torch.int32)
         self.lengths = [filled((batch,), case.positions + step, torch.int32) for step in range(steps)]
-        self.queue = kernels.MissQueue(batch, case.queries * TOP_K, pool.host.shape[1], device)
+        self.queue = kernels.MissQueue(batch, case.queries * TOP_K, pool.host.shape[1], device, order_min_rows)
 
     def __call__(self, layer: int, step: int, topk: torch.Tensor) -> torch.Tensor:
         page_table = kernels.swap_topk(
@@ -250,7 +263,8 @@ def new_rows(case: Case, pool: Pool, lists: torch.Tensor, step: int) -> torch.Te
 
 def copies(case: Case, pool: Pool, lists: torch.Tensor) -> Dict[str, Callable]:
     """Copies of exactly the rows that a step misses, by other means: name to ``prepare(step)``, which gives ``run(layer)``."""
-    queue = kernels.MissQueue(case.batch, TOP_K, pool.host.shape[1], pool.device.device)
+    # As listed: the list is what is compared.
+    queue = kernels.MissQueue(case.batch, TOP_K, pool.host.shape[1], pool.device.device, order_min_rows=NEVER)
     targets = FIRST_WINDOW_SLOT + torch.arange(case.misses, device=pool.device.device)
 
     def gather(ordered: bool) -> Callable:
@@ -303,7 +317,7 @@ class Clock:
         return begin.elapsed_time(end) * 1e3
 
 
-def measure(case: Case, memory: torch.Tensor, max_layers: int, device: str, gpu: str, impls: List[str]) -> List[dict]:
+def measure(case: Case, memory: HostMemory, max_layers: int, device: str, gpu: str, impls: List[str]) -> List[dict]:
     steps = 1 + WARMUP + TIMED
     pool = Pool(case, memory, max_layers, device)
     clock, rows = Clock(device != "cpu"), []
@@ -316,7 +330,7 @@ def measure(case: Case, memory: torch.Tensor, max_layers: int, device: str, gpu:
     def add(impl: str, times: List[float], misses: int) -> None:
         us = statistics.median(times)
         gb_s = misses * case.row_bytes / us / 1e3 if us else 0.0
-        shown = {**asdict(case), "top_k": TOP_K, "pitch": case.row_bytes, "layers": pool.layers}
+        shown = {**asdict(case), "memory": memory.kind, "top_k": TOP_K, "pitch": case.row_bytes, "layers": pool.layers}
         shown["pool_rows"] = pool.host.shape[1]
         rows.append({"impl": impl, "gpu": gpu, **shown, "misses": misses, "us": round(us, 2), "gb_s": round(gb_s, 2)})
 
@@ -325,9 +339,10 @@ def measure(case: Case, memory: torch.Tensor, max_layers: int, device: str, gpu:
             continue
         lists = fresh_lists(seed)
         if name.startswith("ours") or name == "hisparse":
-            threshold = {"ours_listed": NEVER, "ours_ordered": 0}.get(name, kernels.ORDER_MIN_ROWS)
-            with mock.patch.object(kernels, "ORDER_MIN_ROWS", threshold):
-                run_swaps(case, pool, lists.to(device), name, clock, add)
+            as_served = kernels.ORDER_MIN_ROWS_MANAGED if memory.kind == "managed" else kernels.ORDER_MIN_ROWS
+            order_min_rows = {"ours_listed": NEVER, "ours_ordered": 0}.get(name, as_served)
+            impl = HiSparse(case, pool, steps) if name == "hisparse" else Ours(case, pool, steps, order_min_rows)
+            run_swaps(case, pool, lists.to(device), name, impl, clock, add)
         elif case.misses:
             prepare = copies(case, pool, lists)[name]
             times = []
@@ -336,17 +351,14 @@ def measure(case: Case, memory: torch.Tensor, max_layers: int, device: str, gpu:
                 for layer in range(pool.layers):
                     if fill is not None:
                         fill()
-                    # As listed: the list is what is compared.
-                    with mock.patch.object(kernels, "ORDER_MIN_ROWS", NEVER):
-                        times.append(clock(lambda: run(layer)))
+                    times.append(clock(lambda: run(layer)))
             add(name, times, case.misses)
     return rows
 
 
-def run_swaps(case: Case, pool: Pool, lists: torch.Tensor, name: str, clock: Clock, add: Callable) -> None:
+def run_swaps(case: Case, pool: Pool, lists: torch.Tensor, name: str, impl: Callable, clock: Clock, add: Callable) -> None:
     """Time one implementation step by step, check the rows it ends with, and for ours time steps without misses."""
-    steps = len(lists)
-    impl, times = (HiSparse if name == "hisparse" else Ours)(case, pool, steps), []
+    steps, times = len(lists), []
     for step in range(steps):
         for layer in range(pool.layers):
             out = []
@@ -366,31 +378,34 @@ def run_swaps(case: Case, pool: Pool, lists: torch.Tensor, name: str, clock: Clo
 IMPLS = ["ours", "ours_listed", "ours_ordered", "hisparse", "transfer_kv", "gather", "gather_sorted", "copy"]
 
 
-def pinned(num_bytes: int):
-    """One buffer, pinned as a server pins its pool."""
-    from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import PinnedBuffer
+def host_memory(num_bytes: int, kind: str) -> HostMemory:
+    """As a server takes its pool's."""
+    from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import HostBuffer
 
-    return PinnedBuffer(num_bytes, True, chunk_bytes=num_bytes)  # a copy may not span registrations
+    buffer = HostBuffer(num_bytes, kind, chunk_bytes=num_bytes)  # a copy may not span registrations
+    return HostMemory(kind, buffer.tensor, owner=buffer)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--max-layers", type=int, default=256)
-    parser.add_argument("--host-gb", type=float, default=22.1, help="of pinned memory, for all layers of a case")
+    parser.add_argument("--host-gb", type=float, default=22.1, help="of host memory, for all layers of a case")
+    parser.add_argument("--memory", nargs="*", default=["managed", "pinned"], choices=["managed", "pinned"])
     parser.add_argument("--impls", nargs="*", default=IMPLS, choices=IMPLS)
     parser.add_argument("--batches", nargs="*", type=int, help="only cases of these batches")
     args = parser.parse_args()
     gpu, rows = torch.cuda.get_device_name(), []
     chosen = [case for case in CASES if not args.batches or case.batch in args.batches]
-    memory = pinned(int(args.host_gb * 1e9) // 4096 * 4096)
+    memories = [host_memory(int(args.host_gb * 1e9) // 4096 * 4096, kind) for kind in args.memory]
     for case in tqdm(chosen, unit="case"):
-        rows += measure(case, memory.tensor, args.max_layers, "cuda", gpu, args.impls)
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
-        for row in rows[-len(args.impls) - 1 :]:
-            tqdm.write(f"{row['impl']:14} {case}: {row['us']} us, {row['gb_s']} GB/s")
-        gc.collect()
-        torch.cuda.empty_cache()
+        for memory in memories:
+            rows += measure(case, memory, args.max_layers, "cuda", gpu, args.impls)
+            args.out.write_text(json.dumps(rows, indent=1) + "\n")
+            gc.collect()
+            torch.cuda.empty_cache()
+        for row in rows[-2 * len(args.impls) - 2 :]:
+            tqdm.write(f"{row['impl']:14} {row['memory']:8} {case}: {row['us']} us, {row['gb_s']} GB/s")
 
 
 if __name__ == "__main__":

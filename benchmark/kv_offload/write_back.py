@@ -8,7 +8,7 @@ field launch_us is what the scheduler's thread spends on it.
 Rows: what is one of
   step      the new rows of a batch in all layers (SparseCacheController.write_back); host slots all over the pool, device slots at random
   prompt    a prompt's rows, layer by layer (store_layer); host slots in shuffled pages of 64, device slots at random
-and impl is ours, per_layer (the stock per-layer kernel, as HiSparse backs up), or copy (one copy of as many bytes).
+memory is the host pool's kind, and impl is ours, per_layer (the stock per-layer kernel, as HiSparse backs up), or copy (one copy of as many bytes).
 """
 
 import argparse
@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import torch
 from sgl_kernel.kvcacheio import transfer_kv_per_layer_mla
 from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
-from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import PinnedBuffer
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import HostBuffer
 
 LAYERS, PAGE, TIMED, SPIN_CYCLES = 61, 64, 9, 20_000_000
 
@@ -126,16 +126,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--host-gb", type=float, default=8.0)
+    parser.add_argument("--memory", nargs="*", default=["managed", "pinned"], choices=["managed", "pinned"])
     args = parser.parse_args()
     num_bytes = int(args.host_gb * 1e9) // 4096 * 4096
-    memory = PinnedBuffer(num_bytes, True, chunk_bytes=num_bytes)  # a copy may not span registrations
     result = []
-    for row_bytes in (656, 1152):
-        pools = Pools(memory.tensor, row_bytes, 1 << 16)
-        for what, rows in (("step", 16), ("step", 128), ("prompt", 32768)):
-            result += measure(pools, what, rows)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-        del pools
+    for kind in args.memory:
+        memory = HostBuffer(num_bytes, kind, chunk_bytes=num_bytes)  # a copy may not span registrations
+        for row_bytes in (656, 1152):
+            pools = Pools(memory.tensor, row_bytes, 1 << 16)
+            for what, rows in (("step", 16), ("step", 128), ("prompt", 32768)):
+                result += [{"memory": kind, **row} for row in measure(pools, what, rows)]
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+            del pools
+        memory.close()
 
 
 if __name__ == "__main__":

@@ -36,14 +36,15 @@ def swap_layer():
         yield module
 
 
-def memory(layers, case, rows=0):
-    return torch.zeros(layers * (rows or case.batch * case.positions) * case.row_bytes, dtype=torch.uint8)
+def memory(module, layers, case, rows=0):
+    tensor = torch.zeros(layers * (rows or case.batch * case.positions) * case.row_bytes, dtype=torch.uint8)
+    return module.HostMemory("pinned", tensor)
 
 
 def test_swap_layer_moves_what_it_says(swap_layer):
     case = swap_layer.Case(9, 656, 0.25, positions=640)
     impls = ["ours", "ours_listed", "ours_ordered", "gather", "gather_sorted", "copy"]
-    rows = swap_layer.measure(case, memory(2, case), 9, "cpu", "none", impls)
+    rows = swap_layer.measure(case, memory(swap_layer, 2, case), 9, "cpu", "none", impls)
     assert [row["impl"] for row in rows] == ["ours", "no_io", *impls[1:]]
     assert [row["misses"] for row in rows] == [9 * 16, 0, *[9 * 16] * 5]
     assert {row["layers"] for row in rows} == {2}
@@ -61,7 +62,7 @@ def test_swap_of_several_lists_misses_as_often_as_its_reference(swap_layer):
     for before, after in zip(lists, lists[1:]):
         assert [len(set(new) - set(old)) for old, new in zip(before.tolist(), after.tolist())] == [6, 6]
     for case in (several, one):
-        rows = swap_layer.measure(case, memory(2, case), 9, "cpu", "none", swap_layer.IMPLS)
+        rows = swap_layer.measure(case, memory(swap_layer, 2, case), 9, "cpu", "none", swap_layer.IMPLS)
         assert [row["impl"] for row in rows if row["impl"] != "no_io"] == list(case.impls)
         assert (rows[0]["misses"], rows[0]["window"], rows[0]["queries"]) == (case.misses, 192, case.queries)
 
@@ -76,19 +77,19 @@ def test_swap_layer_notices_a_wrong_row(swap_layer):
         return table
 
     with mock.patch.object(swap_layer.Ours, "__call__", faulty), pytest.raises(AssertionError, match="wrong"):
-        swap_layer.measure(case, memory(2, case), 2, "cpu", "none", ["ours"])
+        swap_layer.measure(case, memory(swap_layer, 2, case), 2, "cpu", "none", ["ours"])
 
 
 @pytest.mark.parametrize("placement", ["contiguous", "pages", "random"])
 def test_placements_use_every_row_once(swap_layer, placement):
     case = swap_layer.Case(2, 656, 0.1, positions=640, placement=placement)
-    pool = swap_layer.Pool(case, memory(1, case), 1, "cpu")
+    pool = swap_layer.Pool(case, memory(swap_layer, 1, case), 1, "cpu")
     assert torch.equal(pool.req_to_token.flatten().sort().values, torch.arange(1280, dtype=torch.int32))
     larger = swap_layer.Case(2, 656, 0.1, positions=640, placement=placement, pool_rows=6400)
-    pool = swap_layer.Pool(larger, memory(1, larger, 6400), 1, "cpu")
+    pool = swap_layer.Pool(larger, memory(swap_layer, 1, larger, 6400), 1, "cpu")
     assert len(pool.req_to_token.unique()) == 1280 and int(pool.req_to_token.max()) < 6400
     with pytest.raises(ValueError, match="GB of host memory"):
-        swap_layer.Pool(larger, memory(1, case), 1, "cpu")
+        swap_layer.Pool(larger, memory(swap_layer, 1, case), 1, "cpu")
 
 
 def test_replayed_topk_sets_the_miss_rate(tiny_model):
@@ -181,7 +182,7 @@ def test_pinning_uses_every_number_of_threads(monkeypatch):
     driver = SimpleNamespace(cudaHostRegister=lambda *args: 0, cudaHostUnregister=lambda *args: 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(host_memory, "ThreadPoolExecutor", lambda threads: used.append(threads) or executor(threads))
-    rows = load("pinning").measure(1 << 22, [1, 3], 2)
+    rows = load("pinning").measure(1 << 22, ["pinned"], [1, 3], 2)
     assert used == [1, 3, 1, 3]
     assert [(row["threads"], row["bytes"]) for row in rows] == [(1, 1 << 22), (3, 1 << 22)]
 

@@ -11,6 +11,7 @@ import torch
 from harness import offload
 from harness.scheduler import InprocScheduler
 from sglang.jit_kernel.nsa_kv_offload import MissQueue
+from sglang.srt.mem_cache.sparsity.nsa_offload import host_pool
 from sglang.srt.mem_cache.sparsity.nsa_offload.adaptor import NSAOffloadBackendAdaptor
 from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
 from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
@@ -204,22 +205,22 @@ def test_fault_changes_tokens(tiny_model, expected, fault):
 KERNEL_FAULTS = {
     "rows of another request": ("swap.cuh", "params.request_rows[row] * params.row_stride", "row * params.row_stride"),
     "positions map to the neighbour's host slot": ("swap.cuh", "host_slot_of[positions[e]]", "host_slot_of[positions[e] ^ 1]"),
-    "a victim's position kept": ("swap.cuh", "if (evicted[e] >= 0) offset_of[evicted[e]] = kAbsent;", ""),
+    "a victim's position kept": ("swap.cuh", "if (evicted >= 0) offset_of[evicted] = kAbsent;", ""),
     "a row entered as its neighbour": ("swap.cuh", "static_cast<int16_t>(offsets[e]);", "static_cast<int16_t>(offsets[e] ^ 1);"),
     "hits are evicted first": (
         "swap.cuh",
-        "marks[offsets[e]] = kTouched;\n      if (first_entry + e < params.lasting) last_used[offsets[e]] = now;",
+        "marks[offsets[e]] = first_entry + e < params.lasting ? kUsed : kTouched;",
         "last_used[offsets[e]] = now + 1;",
     ),
     "bits left behind": ("gather.cuh", "if (word != 0) queue.wanted[first_slot / 32] = 0;", ""),
     "every other wanted row dropped": ("gather.cuh", "first < num_rows; first +=", "first < num_rows; first += 1 +"),
-    "end of a row not copied": ("gather.cuh", "= (kUnits + kWarpSize - 1) / kWarpSize", "= kUnits / kWarpSize"),
+    "end of a row not copied": ("gather.cuh", "(kLineUnits - 1 + kUnits + kWarpSize - 1)", "kUnits"),
 }
 
 
 @pytest.mark.parametrize("order_min_rows", [1, 1 << 30])
 def test_tokens_in_either_order_of_the_rows(tiny_model, expected, order_min_rows):
-    with mock.patch("sglang.jit_kernel.nsa_kv_offload.ORDER_MIN_ROWS", order_min_rows):
+    with mock.patch.object(host_pool, "ORDER_MIN_ROWS", order_min_rows):
         assert serve(tiny_model, **offload.offload_args()) == expected
 
 
@@ -233,7 +234,7 @@ def test_fault_in_the_kernels_changes_tokens(tiny_model, expected, fault, tmp_pa
     made = nsa_swap.Kernels(nsa_swap.copy_with_fault(sources, tmp_path, *KERNEL_FAULTS[fault]))
     faulty = {"_swap_module": made.swap_module, "_gather_module": made.gather_module}
     # One row is enough for the order by address.
-    with mock.patch.multiple(kernels, ORDER_MIN_ROWS=1, **faulty):
+    with mock.patch.object(host_pool, "ORDER_MIN_ROWS", 1), mock.patch.multiple(kernels, **faulty):
         assert serve(tiny_model, **offload.offload_args()) != expected
 
 

@@ -332,6 +332,8 @@ class TestConfig(FlagTestCase):
         '{"host_size_gb": "1"}': ("host_size_gb='1'", "number"),
         '{"host_size_gb": NaN}': ("host_size_gb=nan", "number"),
         '{"host_size_gb": Infinity}': ("host_size_gb=inf", "finite number"),
+        '{"host_memory": "pined"}': ("host_memory='pined'", "'managed'", "'pinned'"),
+        '{"host_memory": 1}': ("host_memory=1", "'managed'"),
         '{"host_ratio": 0}': ("host_ratio=0", "above 0"),
         '{"host_ratio": 1.01}': ("host_ratio=1.01", "at most 1.0"),
         '{"host_ratio": false}': ("host_ratio=False", "number"),
@@ -351,7 +353,7 @@ class TestConfig(FlagTestCase):
             self.assertEqual(config.window_slots, 2 * TOP_K + 64)
 
     def test_all_keys(self):
-        values = {"window_size": 192, "write_back_ring": 128, "host_size_gb": 0.5, "host_ratio": 0.25}
+        values = {"window_size": 192, "write_back_ring": 128, "host_size_gb": 0.5, "host_ratio": 0.25, "host_memory": "pinned"}
         config = NSAKVOffloadConfig.from_json(json.dumps(values), TOP_K)
         self.assertEqual(dataclasses.asdict(config), values)
         with self.assertRaises(dataclasses.FrozenInstanceError):

@@ -4,11 +4,12 @@ import ctypes
 import gc
 import mmap
 import os
+import sys
 import tempfile
 import threading
 import unittest
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -18,7 +19,7 @@ if not torch.cuda.is_available():
 
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.sparsity.nsa_offload import host_memory, host_pool
-from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import PinnedBuffer
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import HostBuffer
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import (
     NSAKVOnlyTokenToKVPoolHost,
     check_host_memory,
@@ -31,7 +32,7 @@ ROWS = SLOTS + PAGE
 DTYPES = ((torch.float8_e4m3fn, 656, 656), (torch.bfloat16, 576, 1152))  # dtype, dim, row bytes
 
 
-def make_pool(dtype, dim, start_layer=0):
+def make_pool(dtype, dim, start_layer=0, memory="managed" if DEVICE == "cuda" else "plain"):
     device_pool = NSATokenToKVPool(
         SLOTS,
         page_size=PAGE,
@@ -46,7 +47,7 @@ def make_pool(dtype, dim, start_layer=0):
         start_layer=start_layer,
         end_layer=start_layer + LAYERS - 1,
     )
-    return NSAKVOnlyTokenToKVPoolHost(device_pool, pin_memory=DEVICE == "cuda")
+    return NSAKVOnlyTokenToKVPoolHost(device_pool, memory)
 
 
 class TestHostPool(CustomTestCase):
@@ -69,7 +70,7 @@ class TestHostPool(CustomTestCase):
 
     def test_exactly_the_bytes_asked_for(self):
         for dtype, dim, row_bytes in DTYPES:
-            with mock.patch.object(host_pool, "PinnedBuffer", wraps=PinnedBuffer) as made:
+            with mock.patch.object(host_pool, "HostBuffer", wraps=HostBuffer) as made:
                 make_pool(dtype, dim).close()
             self.assertEqual(made.call_args.args[0], LAYERS * ROWS * row_bytes)
 
@@ -95,17 +96,41 @@ class TestHostPool(CustomTestCase):
                 self.assertEqual(int((flat != 0).sum()), row_bytes)
 
     def test_close_twice(self):
-        pool = make_pool(*DTYPES[0][:2])
-        pool.close()
-        pool.close()
-        pool.kv_buffer.view(torch.uint8).fill_(1)  # the memory outlives its registration
+        for memory in ("pinned", "managed") if DEVICE == "cuda" else ("plain",):
+            pool = make_pool(*DTYPES[0][:2], memory=memory)
+            pool.close()
+            pool.close()
+        if memory == "plain":
+            pool.kv_buffer.view(torch.uint8).fill_(1)  # the memory outlives its owner
 
-    @unittest.skipUnless(DEVICE == "cuda", "pinned memory needs a GPU")
+    @unittest.skipUnless(DEVICE == "cuda", "needs a GPU")
     def test_pinned(self):
-        pool = make_pool(*DTYPES[0][:2])
+        pool = make_pool(*DTYPES[0][:2], memory="pinned")
         self.assertTrue(pool.kv_buffer.is_pinned())
         pool.close()
         self.assertFalse(pool.kv_buffer.is_pinned())
+
+    @unittest.skipUnless(DEVICE == "cuda", "needs a GPU")
+    def test_managed_memory_is_zeroed_and_stays_on_the_host(self):
+        free = torch.cuda.mem_get_info()[0]
+        buffer = HostBuffer(1 << 30, "managed")
+        self.assertFalse(buffer.tensor.any())
+        rows = buffer.tensor.view(-1, 4096)
+        rows[:, 7] = 5
+        there = torch.frombuffer(buffer._mapping, dtype=torch.uint8)
+        from sglang.jit_kernel import nsa_kv_offload as kernels
+
+        queue = kernels.MissQueue(1, 1024, len(there) // 656, DEVICE)
+        queue.host_slots[:1024] = torch.arange(1024, device=DEVICE) * 1000
+        queue.device_slots[:1024] = torch.arange(1024, device=DEVICE)
+        queue.state[0] = 1024
+        host = there[: len(there) // 656 * 656].view(-1, 656)
+        device = torch.zeros((1024, 656), dtype=torch.uint8, device=DEVICE)
+        queue.order_min_rows = 1 << 30
+        kernels.gather_misses(host, device, queue)
+        self.assertTrue(torch.equal(device.cpu(), host[torch.arange(1024) * 1000]))
+        self.assertLess(free - torch.cuda.mem_get_info()[0], 256 << 20)
+        buffer.close()
 
 
 class TestShortOfMemory(CustomTestCase):
@@ -195,6 +220,48 @@ class FakeDriver:
         return error
 
 
+class FakeRuntime:
+    """What ``cuda.bindings.runtime`` is asked for; the call of the name ``fails`` fails."""
+
+    cudaMemAttachGlobal = 1
+    cudaDeviceAttr = SimpleNamespace(cudaDevAttrConcurrentManagedAccess=89)
+    cudaMemoryAdvise = SimpleNamespace(cudaMemAdviseSetPreferredLocation=3, cudaMemAdviseSetAccessedBy=5)
+    cudaMemLocationType = SimpleNamespace(cudaMemLocationTypeHost=2, cudaMemLocationTypeDevice=1)
+    cudaMemLocation = SimpleNamespace
+
+    def __init__(self, fails=None, shares=1):
+        self.fails, self.shares, self.live, self.advised = fails, shares, {}, []
+
+    def module(self):
+        """As ``from cuda.bindings import runtime`` finds it."""
+        bindings = ModuleType("cuda.bindings")
+        bindings.runtime = self
+        cuda = ModuleType("cuda")
+        cuda.bindings = bindings
+        return mock.patch.dict(sys.modules, {"cuda": cuda, "cuda.bindings": bindings})
+
+    def cudaDeviceGetAttribute(self, attribute, device):
+        return 0, self.shares if attribute == 89 else 0
+
+    def cudaMallocManaged(self, nbytes, flags):
+        if self.fails == "malloc":
+            return 2, 0
+        mapping = mmap.mmap(-1, nbytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self.live[address] = mapping
+        return 0, address
+
+    def cudaMemAdvise(self, address, nbytes, advice, location):
+        if self.fails == advice:
+            return (1,)
+        self.advised.append((address, nbytes, advice, location.type, location.id))
+        return (0,)
+
+    def cudaFree(self, address):
+        del self.live[address]
+        return (0,)
+
+
 def resident(address, size):
     """Whether each page of ``[address, address + size)`` has memory behind it."""
     pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
@@ -209,7 +276,7 @@ class TestRegistration(CustomTestCase):
         patcher = mock.patch.object(torch.cuda, "cudart", return_value=driver)
         patcher.start()
         self.addCleanup(patcher.stop)
-        return PinnedBuffer(nbytes, pin=True, chunk_bytes=chunk_bytes)
+        return HostBuffer(nbytes, "pinned", chunk_bytes=chunk_bytes)
 
     def test_chunks_cover_the_buffer(self):
         driver = FakeDriver()
@@ -257,7 +324,7 @@ class TestRegistration(CustomTestCase):
         self.assertEqual(len(end), 3)
 
     def test_threads_touch_at_the_same_time(self):
-        touch, both = PinnedBuffer._touch, threading.Barrier(2, timeout=30)
+        touch, both = HostBuffer._touch, threading.Barrier(2, timeout=30)
 
         def meet(buffer, start, end):
             both.wait()  # broken, and so an error, where one thread does all
@@ -267,7 +334,7 @@ class TestRegistration(CustomTestCase):
         with (
             mock.patch.object(host_memory, "TOUCH_PIECE_BYTES", page),
             mock.patch.object(host_memory, "_touch_threads", return_value=2),
-            mock.patch.object(PinnedBuffer, "_touch", meet),
+            mock.patch.object(HostBuffer, "_touch", meet),
         ):
             self.pinned(FakeDriver(), 4 * page, 4 * page).close()
 
@@ -281,10 +348,10 @@ class TestRegistration(CustomTestCase):
                     mock.patch.object(torch.cuda, "cudart", return_value=driver),
                 ):
                     if fails_at is None:
-                        PinnedBuffer(10_000, True, 8192, show_progress=shown).close()
+                        HostBuffer(10_000, "pinned", chunk_bytes=8192, show_progress=shown).close()
                     else:
                         with self.assertRaises(RuntimeError):
-                            PinnedBuffer(10_000, True, 8192, show_progress=shown)
+                            HostBuffer(10_000, "pinned", chunk_bytes=8192, show_progress=shown)
                 self.assertEqual(made.call_args.kwargs["total"], 10_000)
                 self.assertEqual(made.call_args.kwargs["disable"], not shown)
                 steps = [call.args[0] for call in bar.update.call_args_list]
@@ -307,16 +374,78 @@ class TestRegistration(CustomTestCase):
     def test_closed_buffer_is_collected(self):
         import weakref
 
-        buffer = PinnedBuffer(4096, pin=False)
+        buffer = HostBuffer(4096, "plain")
         alive = weakref.ref(buffer)
         buffer.close()
         del buffer
         gc.collect()
         self.assertIsNone(alive())
 
-    def test_no_driver_is_asked_without_pinning(self):
+    def test_no_driver_is_asked_for_plain_memory(self):
         with mock.patch.object(torch.cuda, "cudart", side_effect=AssertionError):
-            PinnedBuffer(4096, pin=False).close()
+            HostBuffer(4096, "plain").close()
+
+    def test_unknown_kind(self):
+        with self.assertRaisesRegex(ValueError, "memory='pined' is none of"):
+            HostBuffer(4096, "pined")
+
+
+class TestManaged(CustomTestCase):
+    DEVICE = torch.device("cuda", 3)
+
+    def managed(self, runtime, nbytes=3_000_000):
+        with (
+            runtime.module(),
+            mock.patch.object(torch.cuda, "cudart", return_value=FakeDriver()),
+        ):
+            return HostBuffer(nbytes, "managed", self.DEVICE)
+
+    def test_stays_on_the_host_and_is_mapped_before_it_is_touched(self):
+        runtime, seen = FakeRuntime(), []
+        touch = HostBuffer._touch
+
+        def touch_after_advice(buffer, start, end):
+            seen.append(len(runtime.advised))
+            return touch(buffer, start, end)
+
+        with mock.patch.object(HostBuffer, "_touch", touch_after_advice):
+            buffer = self.managed(runtime)
+        (address,) = runtime.live
+        self.assertEqual(buffer.tensor.data_ptr(), address)
+        self.assertEqual(buffer.tensor.numel(), 3_000_000)
+        self.assertEqual(runtime.advised, [(address, 4 << 20, 3, 2, 0), (address, 4 << 20, 5, 1, 3)])
+        self.assertEqual(seen, [2])
+        self.assertTrue(all(resident(address, 3_000_000)))
+        buffer.close()
+        self.assertEqual(runtime.live, {})
+        buffer.close()
+
+    def test_freed_when_dropped(self):
+        runtime = FakeRuntime()
+        buffer = self.managed(runtime)
+        self.assertTrue(buffer._finalizer.atexit)
+        del buffer
+        gc.collect()
+        self.assertEqual(runtime.live, {})
+
+    def test_failure_frees_and_names_the_recipe(self):
+        for fails in ("malloc", 3, 5):
+            with self.subTest(fails=fails):
+                runtime = FakeRuntime(fails)
+                with self.assertRaisesRegex(RuntimeError, 'managed host memory failed.*"host_memory": "pinned"'):
+                    self.managed(runtime)
+                self.assertEqual(runtime.live, {})
+
+    def test_kind(self):
+        cpu = torch.device("cpu")
+        with FakeRuntime().module():
+            self.assertEqual(host_memory.memory_for(self.DEVICE, registered=False), "managed")
+            self.assertEqual(host_memory.memory_for(self.DEVICE, registered=True), "pinned")
+            self.assertEqual(host_memory.memory_for(self.DEVICE, True, "managed"), "managed")
+            self.assertEqual(host_memory.memory_for(self.DEVICE, False, "pinned"), "pinned")
+            self.assertEqual(host_memory.memory_for(cpu, False, "managed"), "plain")
+        with FakeRuntime(shares=0).module():
+            self.assertEqual(host_memory.memory_for(self.DEVICE, registered=False), "pinned")
 
 
 if __name__ == "__main__":

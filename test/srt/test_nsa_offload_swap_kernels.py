@@ -81,10 +81,8 @@ def run_gather(t, case, ordered, row_bytes=656, blocks=5):
     host = torch.randint(0, 256, (case.num_host_rows, row_bytes), dtype=torch.uint8)
     before = torch.randint(0, 256, (num_device_rows, row_bytes), dtype=torch.uint8)
     device = before.to(DEVICE, copy=True)
-    with mock.patch.object(kernels, "ORDER_MIN_ROWS", 0 if ordered else 1 << 20):
-        kernels.gather_misses(
-            host.pin_memory() if ON_GPU else host, device, t.queue, blocks
-        )
+    t.queue.order_min_rows = 0 if ordered else 1 << 20
+    kernels.gather_misses(host.pin_memory() if ON_GPU else host, device, t.queue, blocks)
     return host, before, device.cpu()
 
 
@@ -156,7 +154,7 @@ class TestSwap(CustomTestCase):
         slots = (torch.rand(num_host_rows, generator=generator) < density).nonzero().flatten()
         listed = slots[:: len(slots) // 20 + 1]
         targets = torch.randperm(len(slots) + len(listed), generator=generator).int() + 1
-        queue = kernels.MissQueue(1, len(slots) + len(listed), num_host_rows, DEVICE)
+        queue = kernels.MissQueue(1, len(slots) + len(listed), num_host_rows, DEVICE, order_min_rows=0)
         bits = torch.zeros(len(queue.wanted) * 32, dtype=torch.int64)
         bits[slots] = 1
         words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
@@ -170,8 +168,7 @@ class TestSwap(CustomTestCase):
         before = torch.randint(0, 256, (len(targets) + 2, row_bytes), dtype=torch.uint8)
         device = before.to(DEVICE, copy=True)
         with self.on(order, seed):
-            with mock.patch.object(kernels, "ORDER_MIN_ROWS", 0):
-                kernels.gather_misses(host.pin_memory() if ON_GPU else host, device, queue)
+            kernels.gather_misses(host.pin_memory() if ON_GPU else host, device, queue)
         before[targets.long()] = host[torch.cat([slots, listed])]
         self.assertTrue(torch.equal(device.cpu(), before), "rows")
         self.assertFalse(queue.state.any())
@@ -283,7 +280,8 @@ class TestSwap(CustomTestCase):
                 kernels.gather_misses(host[layer], device[layer], queue)
 
         for order_min_rows in (0, 1 << 30):
-            with self.on("chance"), mock.patch.object(kernels, "ORDER_MIN_ROWS", order_min_rows):
+            queue.order_min_rows = order_min_rows
+            with self.on("chance"):
                 topk.fill_(-1)
                 forward()  # compiles
                 replay = forward
@@ -386,17 +384,20 @@ class TestFaults(CustomTestCase):
         "padding owns a window": ("swap.cuh", "if (window < 0) {", "if (window < -1) {"),
         "ring taken for older rows": ("swap.cuh", "= ring_begin > seq_len - params.ring_slots ?", "= true ?"),
         "ring before the window's own rows": ("swap.cuh", "= ring_begin > seq_len - params.ring_slots ?", "= false ?"),
-        "a hit is evicted": ("swap.cuh", "marks[offsets[e]] = kTouched;", ""),
-        "a hit stays old": ("swap.cuh", "params.lasting) last_used[offsets[e]] = now;\n", "0) {}\n"),
+        "a hit is evicted": ("swap.cuh", "marks[offsets[e]] = first_entry + e < params.lasting ? kUsed : kTouched;", ""),
+        "a hit stays old": ("swap.cuh", "  own_marks.renew_used(now);\n  count_hits<kThreads>(params, shared);\n\n", "  count_hits<kThreads>(params, shared);\n\n"),
+        "a hit stays old where nothing misses": ("swap.cuh", "    own_marks.renew_used(now);\n", ""),
         "a load stays old": ("swap.cuh", "params.lasting ? now :", "0 ? now :"),
-        "a draft's hit is a use": ("swap.cuh", "if (first_entry + e < params.lasting) last_used[offsets[e]]", "last_used[offsets[e]]"),
+        "a draft's hit is a use": ("swap.cuh", "params.lasting ? kUsed : kTouched", "params.entries ? kUsed : kTouched"),
+        "a draft's mark stays": ("swap.cuh", "if (lasts && offsets[e] >= 0) marks[offsets[e]] = kUsed;", ""),
+        "no barrier after the drafts' marks": ("swap.cuh", "    __syncthreads();\n#pragma unroll\n    for (int e = 0; e < kEntries; ++e) {\n      const bool lasts", "#pragma unroll\n    for (int e = 0; e < kEntries; ++e) {\n      const bool lasts"),
         "a draft's load is a use": ("swap.cuh", "static_cast<uint16_t>(now - kDraftAge)", "now"),
         "a shared load keeps the draft's age": ("swap.cuh", "if (first_entry + e < params.lasting) last_used[offset] = now;", ""),
-        "youngest first": ("swap.cuh", "bucket > boundary", "bucket < boundary"),
-        "evicted position kept": ("swap.cuh", "if (evicted[e] >= 0) offset_of[evicted[e]] = kAbsent;", ""),
+        "youngest first": ("swap.cuh", "if (bucket < boundary ||", "if (bucket > boundary ||"),
+        "evicted position kept": ("swap.cuh", "if (evicted >= 0) offset_of[evicted] = kAbsent;", ""),
         "new position not entered": ("swap.cuh", "position_at[offsets[e]] = positions[e];", ""),
         "host slot of another row": ("swap.cuh", "params.request_rows[row] * params.row_stride", "row * params.row_stride"),
-        "ranks off by one": ("swap.cuh", "rank = misses.before;", "rank = misses.before > 0 ? misses.before - 1 : 0;"),
+        "ranks off by one": ("swap.cuh", "rank = misses.before,", "rank = misses.before > 0 ? misses.before - 1 : 0,"),
         "ring of another size": ("swap.cuh", "positions[e] % params.ring_slots", "positions[e] % (params.ring_slots + 1)"),
         "no barrier before the victims": (
             "swap.cuh",
@@ -418,13 +419,13 @@ class TestFaults(CustomTestCase):
         "no barrier in the sum": ("scan.cuh", "= of_own_warp;\n  __syncthreads();", "= of_own_warp;\n"),
         "a sum overwritten": ("swap.cuh", "shared.search_sums[turn]", "shared.search_sums[0]"),
         "boundary off by one": ("swap.cuh", "if (count >= need) {", "if (count > need) {"),
-        "duplicates claim twice": ("swap.cuh", "const bool claims =", "const bool claims = true ||"),
+        "duplicates claim twice": ("swap.cuh", "const bool claimed = (absent >> e & 1) &&", "const bool claimed = (absent >> e & 1) || 0 &&"),
         "a shared row dropped": (
             "swap.cuh",
             "queue.device_slots[again] = slot;",
             "queue.device_slots[again] = 0;",
         ),
-        "a row's end not copied": ("gather.cuh", "= (kUnits + kWarpSize - 1) / kWarpSize", "= kUnits / kWarpSize"),
+        "a row's end not copied": ("gather.cuh", "(kLineUnits - 1 + kUnits + kWarpSize - 1)", "kUnits"),
         "bits left behind": ("gather.cuh", "if (word != 0) queue.wanted[first_slot / 32] = 0;", ""),
         "a chunk left out": ("gather.cuh", "static_cast<int>(gridDim.x) + atomicAdd", "static_cast<int>(gridDim.x) + 1 + atomicAdd"),
         "last chunk dropped": ("gather.cuh", "(words + kThreads - 1) / kThreads", "words / kThreads"),
@@ -444,7 +445,7 @@ class TestFaults(CustomTestCase):
         "last tile dropped": ("store.cuh", "(params.num_rows + kStoreTile - 1) / kStoreTile", "params.num_rows / kStoreTile"),
         "a tile's end not copied": ("store.cuh", "first < rows * kUnits;", "first < rows * kUnits - kUnits;"),
         "host and device slot swapped in a store": ("store.cuh", "host_rows[shared.host_slots[row]", "host_rows[shared.device_slots[row]"),
-        "host and device slot swapped": ("gather.cuh", "static_cast<int64_t>(targets[i])", "static_cast<int64_t>(host_slots[i])"),
+        "host and device slot swapped": ("gather.cuh", "static_cast<int64_t>(targets[i])", "static_cast<int64_t>(i < count ? host_slots[i] : 0)"),
     }
 
     def test_each_fault_is_caught(self):

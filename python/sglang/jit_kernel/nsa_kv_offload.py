@@ -31,8 +31,10 @@ GATHER_ROWS_IN_FLIGHT = 4  # a warp
 STORE_THREADS = 512
 STORE_BLOCKS = 8
 STORE_UNITS_IN_FLIGHT = 4  # a thread
-# Fewer rows are gathered as listed: to find their order costs more than scattered reads.
+# Fewer rows are gathered as listed: to find their order costs more than scattered reads. Of
+# managed memory they cost little more than others.
 ORDER_MIN_ROWS = 1024
+ORDER_MIN_ROWS_MANAGED = 16384
 _NUM_STATES = 4
 # Shared memory of a swap's block: its own, two bytes an entry, a byte an LRU slot.
 _SHARED_BYTES, _OWN_SHARED_BYTES = 48 << 10, 644
@@ -54,6 +56,8 @@ class MissQueue:
         top_k: entries of a request's top-k.
         num_host_rows: rows of the host pool.
         device: of the queue.
+        order_min_rows: from as many rows on they are gathered in the order of their host
+            addresses.
 
     Attributes:
         host_slots: ``[2 * max_batch * top_k]`` int32, the rows as listed; from the middle on those
@@ -64,7 +68,16 @@ class MissQueue:
         state: ``[4]`` int32 counts.
     """
 
-    def __init__(self, max_batch: int, top_k: int, num_host_rows: int, device):
+    def __init__(
+        self,
+        max_batch: int,
+        top_k: int,
+        num_host_rows: int,
+        device,
+        order_min_rows: int = ORDER_MIN_ROWS,
+    ):
+        self.order_min_rows = order_min_rows
+
         def zeros(size: int) -> torch.Tensor:
             return torch.zeros((size,), dtype=torch.int32, device=device)
 
@@ -173,16 +186,17 @@ def gather_misses(
 ) -> None:
     """Copy the queued rows of one layer from the host, and empty the queue.
 
-    From ``ORDER_MIN_ROWS`` rows on in the order of their host addresses.
+    From the queue's ``order_min_rows`` on in the order of their host addresses.
 
     Args:
-        host_rows: ``[num_host_rows, row_bytes]`` uint8, pinned; row_bytes a multiple of 16.
+        host_rows: ``[num_host_rows, row_bytes]`` uint8, pinned or managed; row_bytes a multiple
+            of 16.
         device_rows: ``[num_device_rows, row_bytes]`` uint8.
         queue: as ``swap_topk`` filled it.
         blocks: thread blocks; few fill the link.
     """
     _gather_module(host_rows.shape[1]).run(
-        host_rows, device_rows, *queue.tensors(), ORDER_MIN_ROWS, blocks
+        host_rows, device_rows, *queue.tensors(), queue.order_min_rows, blocks
     )
 
 
@@ -200,7 +214,7 @@ def store_rows(
 
     Args:
         device_layers: ``[L]`` uint64 addresses of the layers' rows on the device.
-        host_layers: ``[L]`` uint64 addresses of the layers' pinned rows on the host.
+        host_layers: ``[L]`` uint64 addresses of the layers' rows on the host, pinned or managed.
         device_slots: ``[n]`` int64; n may be 0.
         host_slots: ``[n]`` int64, none twice.
         row_bytes: a multiple of 16.

@@ -12,6 +12,7 @@
 namespace nsa_kv_offload {
 
 constexpr int kListRows = 1024;  // rows of a chunk that a block lists at a time
+constexpr int kLineBytes = 128;
 
 struct GatherParams {
   const uint8_t* host_rows;  // [num_host_rows, row bytes] pinned
@@ -24,54 +25,55 @@ struct GatherParams {
 /// Shared memory of a block. Two of what a fast warp writes for its next chunk while slow ones still read.
 struct GatherShared {
   int host_slots[kListRows];
-  int device_slots[kListRows];
   int scan_sums[2][kMaxWarps];
   int next_chunk[2];
 };
 
 /// Copy up to kRows rows, all loads before the first store. `count` is the same for the whole warp.
-template <int kRowBytes, int kRows>
+///
+/// A warp loads whole lines, from the one in which a row begins: the link carries requests of a line, and a line that
+/// two loads share goes over it twice. Where a row goes is looked up meanwhile.
+template <int kRowBytes, int kRows, typename TargetOf>
 __device__ __forceinline__ void
-copy_rows(const GatherParams& params, const int* host_slots, const int* device_slots, int count) {
-  constexpr int kUnits = kRowBytes / sizeof(uint4), kSteps = (kUnits + kWarpSize - 1) / kWarpSize;
+copy_rows(const GatherParams& params, const int* host_slots, int count, const TargetOf& target_of) {
+  constexpr int kUnits = kRowBytes / sizeof(uint4), kLineUnits = kLineBytes / sizeof(uint4);
+  constexpr int kSteps = (kLineUnits - 1 + kUnits + kWarpSize - 1) / kWarpSize;
   static_assert(kRowBytes % sizeof(uint4) == 0);
-  const int lane = threadIdx.x % kWarpSize;
   uint4 units[kRows][kSteps];
-  int targets[kRows];
+  int first_units[kRows], targets[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int64_t start = static_cast<int64_t>(i < count ? host_slots[i] : 0) * kRowBytes;
-    targets[i] = i < count ? device_slots[i] : 0;
+    const uint8_t* row = params.host_rows + static_cast<int64_t>(i < count ? host_slots[i] : 0) * kRowBytes;
+    first_units[i] = static_cast<int>(threadIdx.x % kWarpSize) -
+                     static_cast<int>(reinterpret_cast<uintptr_t>(row) % kLineBytes / sizeof(uint4));
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const int unit = lane + step * kWarpSize;
-      if (i < count && unit < kUnits) {
-        units[i][step] = __ldcs(reinterpret_cast<const uint4*>(params.host_rows + start) + unit);
-      }
+      const int unit = first_units[i] + step * kWarpSize;
+      if (i < count && unit >= 0 && unit < kUnits) units[i][step] = __ldcs(reinterpret_cast<const uint4*>(row) + unit);
     }
   }
 #pragma unroll
+  for (int i = 0; i < kRows; ++i) targets[i] = i < count ? target_of(i) : 0;
+#pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int64_t start = static_cast<int64_t>(targets[i]) * kRowBytes;
+    auto* row = reinterpret_cast<uint4*>(params.device_rows + static_cast<int64_t>(targets[i]) * kRowBytes);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const int unit = lane + step * kWarpSize;
-      if (i < count && unit < kUnits) {
-        reinterpret_cast<uint4*>(params.device_rows + start)[unit] = units[i][step];
-      }
+      const int unit = first_units[i] + step * kWarpSize;
+      if (i < count && unit >= 0 && unit < kUnits) row[unit] = units[i][step];
     }
   }
 }
 
-/// Share out a list among warps in its order, evenly where it is short.
-template <int kRowBytes, int kRows>
+/// Share out a list among warps in its order, evenly where it is short. Row i goes to `target_of(i)`.
+template <int kRowBytes, int kRows, typename TargetOf>
 __device__ __forceinline__ void copy_list(
-    const GatherParams& params, const int* host_slots, const int* device_slots, int num_rows, int warp, int num_warps) {
+    const GatherParams& params, const int* host_slots, int num_rows, int warp, int num_warps, const TargetOf& target_of) {
   const int even = (num_rows + num_warps - 1) / num_warps;
   const int share = even < kRows ? even : kRows;
   for (int first = warp * share; first < num_rows; first += num_warps * share) {
     const int count = num_rows - first < share ? num_rows - first : share;
-    copy_rows<kRowBytes, kRows>(params, host_slots + first, device_slots + first, count);
+    copy_rows<kRowBytes, kRows>(params, host_slots + first, count, [&](int i) { return target_of(first + i); });
   }
 }
 
@@ -105,14 +107,14 @@ __device__ void gather_wanted(const GatherParams& params, GatherShared& shared) 
       int rank = rows.before - begin;
       for (uint32_t rest = word; rest != 0; rest &= rest - 1, ++rank) {
         if (rank < 0 || rank >= kListRows) continue;
-        const int host_slot = first_slot + __ffs(rest) - 1;
-        shared.host_slots[rank] = host_slot;
-        shared.device_slots[rank] = queue.target[host_slot];
+        shared.host_slots[rank] = first_slot + __ffs(rest) - 1;
       }
       __syncthreads();
       const int listed = rows.total - begin < kListRows ? rows.total - begin : kListRows;
       copy_list<kRowBytes, kRows>(
-          params, shared.host_slots, shared.device_slots, listed, thread / kWarpSize, kThreads / kWarpSize);
+          params, shared.host_slots, listed, thread / kWarpSize, kThreads / kWarpSize, [&](int i) {
+            return queue.target[shared.host_slots[i]];
+          });
     }
     if (thread == 0) shared.next_chunk[turn ^ 1] = next_chunk;
   }
@@ -136,16 +138,14 @@ __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const GatherParams 
     // Neighbours of a short list go to different blocks, so that it uses every one.
     const bool is_short = misses <= num_warps;
     const int warp = is_short ? threadIdx.x / kWarpSize * gridDim.x + blockIdx.x : thread / kWarpSize;
-    copy_list<kRowBytes, kRows>(params, queue.host_slots, queue.device_slots, misses, warp, num_warps);
+    copy_list<kRowBytes, kRows>(
+        params, queue.host_slots, misses, warp, num_warps, [&](int i) { return queue.device_slots[i]; });
   } else {
     gather_wanted<kThreads, kRowBytes, kRows>(params, *reinterpret_cast<GatherShared*>(shared_memory));
-    copy_list<kRowBytes, kRows>(
-        params,
-        queue.host_slots + queue.capacity,
-        queue.device_slots + queue.capacity,
-        queue.state[kAgain],
-        thread / kWarpSize,
-        num_warps);
+    const int* again = queue.host_slots + queue.capacity;
+    copy_list<kRowBytes, kRows>(params, again, queue.state[kAgain], thread / kWarpSize, num_warps, [&](int i) {
+      return queue.device_slots[queue.capacity + i];
+    });
   }
 
   __syncthreads();  // every thread of this block has read the state

@@ -15,7 +15,8 @@ namespace nsa_kv_offload {
 constexpr int16_t kAbsent = -1;   // the position is in no window offset
 constexpr int16_t kClaimed = -2;  // and below: absent, and entry (kClaimed - value) of this top-k loads it
 constexpr int kDraftAge = 1 << 14;  // of a row that only drafts selected: goes before used ones, after empty slots
-constexpr int kTouched = 1;      // mark of a slot that this step's top-k uses; 0 otherwise
+constexpr int kTouched = 1;      // mark of a slot that only drafts of this step select
+constexpr int kUsed = 2;         // mark of a slot that this step's top-k uses; 0 for all others
 constexpr int kMarksPerWord = 4;
 
 struct SwapParams {
@@ -49,7 +50,7 @@ struct SwapShared {
   int queued_before;
 };
 
-constexpr int kOldest = 128;  // no age_bucket is above; 7 bisections
+constexpr int kOldest = 127;  // no age_bucket is above; 7 bisections
 
 /// Ages below 16 have a bucket each, older ones eight for each power of two; from 1 up, 0 is for touched slots.
 __device__ __forceinline__ int age_bucket(uint16_t age) {
@@ -58,28 +59,48 @@ __device__ __forceinline__ int age_bucket(uint16_t age) {
   return 17 + (exponent - 4) * 8 + ((age >> (exponent - 3)) & 7);
 }
 
-/// The words of marks that a thread owns: neighbours, so that thread order is the order of the offsets.
+/// The words of marks that a thread owns: neighbours, so that thread order is the order of the offsets. What the first
+/// needs from the tables is loaded early; more are rare, of windows above kThreads * kMarksPerWord.
 template <int kThreads>
 struct OwnMarks {
   uint32_t* words;
-  const uint16_t* last_used;
+  uint16_t* last_used;
+  const int32_t* position_at;
   int first, end, lru_slots;
   uint16_t stamps[kMarksPerWord];
+  int held[kMarksPerWord];
 
-  __device__ __forceinline__ OwnMarks(uint32_t* words, const uint16_t* last_used, int lru_slots)
-      : words(words), last_used(last_used), lru_slots(lru_slots) {
+  __device__ __forceinline__
+  OwnMarks(uint32_t* words, uint16_t* last_used, const int32_t* position_at, int lru_slots)
+      : words(words), last_used(last_used), position_at(position_at), lru_slots(lru_slots) {
     const int num_words = (lru_slots + kMarksPerWord - 1) / kMarksPerWord;
     const int share = (num_words + kThreads - 1) / kThreads;
     first = threadIdx.x * share;
     end = first + share < num_words ? first + share : num_words;
-    load_stamps(first);
+  }
+
+  __device__ __forceinline__ bool has_slot(int word, int i) const {
+    return word < end && word * kMarksPerWord + i < lru_slots;
   }
 
   __device__ __forceinline__ void load_stamps(int word) {
 #pragma unroll
-    for (int i = 0; i < kMarksPerWord; ++i) {
-      const int offset = word * kMarksPerWord + i;
-      stamps[i] = word < end && offset < lru_slots ? last_used[offset] : 0;
+    for (int i = 0; i < kMarksPerWord; ++i) stamps[i] = has_slot(word, i) ? last_used[word * kMarksPerWord + i] : 0;
+  }
+
+  __device__ __forceinline__ void load_first() {
+    load_stamps(first);
+#pragma unroll
+    for (int i = 0; i < kMarksPerWord; ++i) held[i] = has_slot(first, i) ? position_at[first * kMarksPerWord + i] : -1;
+  }
+
+  /// Slots that hits used are young again; here, since a warp's slots lie side by side, and its hits do not.
+  __device__ __forceinline__ void renew_used(uint16_t now) const {
+    for (int word = first; word < end; ++word) {
+#pragma unroll
+      for (int i = 0; i < kMarksPerWord; ++i) {
+        if ((words[word] >> 8 * i & 0xff) == kUsed) last_used[word * kMarksPerWord + i] = now;
+      }
     }
   }
 
@@ -92,34 +113,36 @@ struct OwnMarks {
 #pragma unroll
       for (int i = 0; i < kMarksPerWord; ++i) {
         // A stamp may have wrapped to the age of a touched slot; only the mark decides who may be evicted.
-        const bool may_go = !(touched >> 8 * i & 0xff) && word * kMarksPerWord + i < lru_slots;
+        const bool may_go = !(touched >> 8 * i & 0xff) && has_slot(word, i);
         if (may_go) ages |= static_cast<uint32_t>(age_bucket(static_cast<uint16_t>(now - stamps[i]))) << 8 * i;
       }
       words[word] = ages;
     }
   }
 
-  __device__ __forceinline__ int count_above(int bucket) const {
+  /// How many slots are in a bucket from 1 up or an older one: a byte's top bit is free to say so.
+  __device__ __forceinline__ int count_from(int bucket) const {
+    const uint32_t to_top_bit = (0x80 - bucket) * 0x01010101u;
     int count = 0;
-    for (int word = first; word < end; ++word) count += __popc(__vcmpgtu4(words[word], bucket * 0x01010101u)) / 8;
+    for (int word = first; word < end; ++word) count += __popc((words[word] + to_top_bit) & 0x80808080u);
     return count;
   }
 };
 
 /// Write the offsets of the `need` least recently used, untouched slots to `victims`: first those older
-/// than a boundary bucket, then from the boundary, each in the order of the offsets.
+/// than a boundary bucket, then from the boundary, each in the order of the offsets. What they hold leaves the table.
 ///
 /// At least `need` slots are untouched, since a top-k has no more entries than a window has slots.
 template <int kThreads>
-__device__ __forceinline__ void
-pick_victims(OwnMarks<kThreads>& marks, uint16_t now, int need, uint16_t* victims, SwapShared& shared) {
+__device__ __forceinline__ void pick_victims(
+    OwnMarks<kThreads>& marks, uint16_t now, int need, uint16_t* victims, int16_t* offset_of, SwapShared& shared) {
   marks.put_ages(now);
   // The boundary is the oldest bucket that `need` slots reach: by bisection, since a histogram has all threads
   // add to the few buckets of the last steps.
   int boundary = 1, too_old = kOldest + 1, num_older_in_block = 0;
   for (int turn = 0; boundary + 1 < too_old; turn ^= 1) {
     const int middle = (boundary + too_old) / 2;
-    const int count = sum_block<kThreads>(marks.count_above(middle - 1), shared.search_sums[turn]);
+    const int count = sum_block<kThreads>(marks.count_from(middle), shared.search_sums[turn]);
     if (count >= need) {
       boundary = middle;
     } else {
@@ -127,7 +150,7 @@ pick_victims(OwnMarks<kThreads>& marks, uint16_t now, int need, uint16_t* victim
       num_older_in_block = count;
     }
   }
-  const int num_older = marks.count_above(boundary), num_boundary = marks.count_above(boundary - 1) - num_older;
+  const int num_older = marks.count_from(boundary + 1), num_boundary = marks.count_from(boundary) - num_older;
   // Both counts fit 16 bits: a window has at most 2^15 slots.
   const int before = scan_block<kThreads>(num_older | num_boundary << 16, shared.scan_sums[1]).before;
   int older_rank = before & 0xffff, boundary_rank = num_older_in_block + (before >> 16);
@@ -135,8 +158,10 @@ pick_victims(OwnMarks<kThreads>& marks, uint16_t now, int need, uint16_t* victim
 #pragma unroll
     for (int i = 0; i < kMarksPerWord; ++i) {
       const int bucket = marks.words[word] >> 8 * i & 0xff, offset = word * kMarksPerWord + i;
-      if (bucket > boundary) victims[older_rank++] = offset;
-      if (bucket == boundary && boundary_rank < need) victims[boundary_rank++] = offset;
+      if (bucket < boundary || (bucket == boundary && boundary_rank >= need)) continue;
+      victims[bucket > boundary ? older_rank++ : boundary_rank++] = offset;
+      const int evicted = word == marks.first ? marks.held[i] : marks.position_at[offset];
+      if (evicted >= 0) offset_of[evicted] = kAbsent;
     }
   }
 }
@@ -203,14 +228,23 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
   for (int i = thread; i < (params.lru_slots + kMarksPerWord - 1) / kMarksPerWord; i += kThreads) mark_words[i] = 0;
   // Of entries with the same position the one whose claim stays loads the row; the others read its offset below.
   unsigned absent = 0;
+  int host_slots[kEntries];
 #pragma unroll
   for (int e = 0; e < kEntries; ++e) {
     if (positions[e] < 0 || positions[e] >= first_in_ring || offsets[e] >= 0) continue;
     absent |= 1u << e;
     offset_of[positions[e]] = static_cast<int16_t>(kClaimed - (first_entry + e));
+    host_slots[e] = host_slot_of[positions[e]];
   }
   const bool any_absent = __syncthreads_or(absent != 0);
 
+  OwnMarks<kThreads> own_marks(mark_words, last_used, position_at, params.lru_slots);
+  int claims[kEntries];
+  if (any_absent) {
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) claims[e] = absent >> e & 1 ? offset_of[positions[e]] : kAbsent;
+    own_marks.load_first();
+  }
   unsigned num_hits = 0, num_in_ring = 0;
 #pragma unroll
   for (int e = 0; e < kEntries; ++e) {
@@ -221,31 +255,37 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
       ++num_in_ring;
     } else if (offsets[e] >= 0) {
       slot = window_slot + offsets[e];
-      marks[offsets[e]] = kTouched;
-      if (first_entry + e < params.lasting) last_used[offsets[e]] = now;
+      marks[offsets[e]] = first_entry + e < params.lasting ? kUsed : kTouched;
       ++num_hits;
     }
     page_table[first_entry + e] = slot;
+  }
+  if (params.lasting < params.entries) {
+    // A draft may have marked what the token that stays uses too.
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      const bool lasts = first_entry + e < params.lasting && positions[e] >= 0 && positions[e] < first_in_ring;
+      if (lasts && offsets[e] >= 0) marks[offsets[e]] = kUsed;
+    }
   }
   const unsigned tally = __reduce_add_sync(kFullWarp, num_hits | num_in_ring << 16);
   if (lane == 0) shared.tallies[warp] = tally;
   if (!any_absent) {
     __syncthreads();
+    own_marks.renew_used(now);
     count_hits<kThreads>(params, shared);
     return;
   }
 
-  OwnMarks<kThreads> own_marks(mark_words, last_used, params.lru_slots);
   unsigned missed = 0;
-  int host_slots[kEntries];
 #pragma unroll
   for (int e = 0; e < kEntries; ++e) {
-    if (!(absent >> e & 1)) continue;
-    const bool claims = offset_of[positions[e]] == kClaimed - (first_entry + e);
-    missed |= static_cast<unsigned>(claims) << e;
-    host_slots[e] = host_slot_of[positions[e]];
+    const bool claimed = (absent >> e & 1) && claims[e] == kClaimed - (first_entry + e);
+    missed |= static_cast<unsigned>(claimed) << e;
   }
   const ScanResult misses = scan_block<kThreads>(__popc(missed), shared.scan_sums[0]);
+  own_marks.renew_used(now);
   count_hits<kThreads>(params, shared);
 
   const MissQueue& queue = params.queue;
@@ -261,22 +301,15 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
     wanted_before[e] = atomicOr(&queue.wanted[host_slots[e] / 32], 1u << (host_slots[e] % 32));
   }
   // The latency of the atomics passes meanwhile.
-  pick_victims<kThreads>(own_marks, now, misses.total, victims, shared);
+  pick_victims<kThreads>(own_marks, now, misses.total, victims, offset_of, shared);
   if (thread == 0) shared.queued_before = queued_before;
   __syncthreads();
 
-  int evicted[kEntries], rank = misses.before;
+  int rank = misses.before, index = shared.queued_before + misses.before;
 #pragma unroll
   for (int e = 0; e < kEntries; ++e) {
     if (!(missed >> e & 1)) continue;
     offsets[e] = victims[rank++];
-    evicted[e] = position_at[offsets[e]];
-  }
-  int index = shared.queued_before + misses.before;
-#pragma unroll
-  for (int e = 0; e < kEntries; ++e) {
-    if (!(missed >> e & 1)) continue;
-    if (evicted[e] >= 0) offset_of[evicted[e]] = kAbsent;
     offset_of[positions[e]] = static_cast<int16_t>(offsets[e]);
     position_at[offsets[e]] = positions[e];
     last_used[offsets[e]] = first_entry + e < params.lasting ? now : static_cast<uint16_t>(now - kDraftAge);

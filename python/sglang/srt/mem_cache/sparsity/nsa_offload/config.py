@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 CONFIG_FLAG = "--decode-nsa-kv-offload-config"
+HOST_MEMORY = ("managed", "pinned")
 SLOT_MULTIPLE = 64  # FlashMLA views the device buffer as pages of 64 rows
 
 
@@ -30,12 +31,16 @@ class NSAKVOffloadConfig:
             ``host_ratio``.
         host_ratio: host rows for each logical slot that index-key memory allows, above 0 and
             at most 1: a row without an index key has no use.
+        host_memory: "managed" or "pinned". Default: managed, which the device reads scattered
+            rows of at the link's rate; pinned where a transfer engine registers the rows with a
+            network card, or the GPU cannot share managed memory.
     """
 
     window_size: int
     write_back_ring: int = 64
     host_size_gb: Optional[float] = None
     host_ratio: float = 1.0
+    host_memory: Optional[str] = None
 
     @property
     def window_slots(self) -> int:
@@ -72,6 +77,11 @@ class NSAKVOffloadConfig:
         _check_slots("write_back_ring", ring, SLOT_MULTIPLE, "one page")
         _check_positive("host_size_gb", values.get("host_size_gb"))
         _check_positive("host_ratio", values.get("host_ratio"))
+        if values.get("host_memory") not in (None, *HOST_MEMORY):
+            raise ValueError(
+                f"{CONFIG_FLAG}: host_memory={values['host_memory']!r} is neither "
+                f"{HOST_MEMORY[0]!r} nor {HOST_MEMORY[1]!r}; give one of them, or leave it out."
+            )
         if values.get("host_ratio") is not None and values["host_ratio"] > 1:
             raise ValueError(
                 f"{CONFIG_FLAG}: host_ratio={values['host_ratio']} is above 1; host rows "

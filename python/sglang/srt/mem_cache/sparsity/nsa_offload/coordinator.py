@@ -103,7 +103,13 @@ class NSAOffloadCoordinator(SparseCoordinator):
                 self.lru,
                 self.controller,
                 # Padded rows queue nothing, so it need not hold more requests than have windows.
-                MissQueue(sizes.num_windows, sizes.swap_entries, host_pool.size, device),
+                MissQueue(
+                    sizes.num_windows,
+                    sizes.swap_entries,
+                    host_pool.size,
+                    device,
+                    host_pool.order_min_rows,
+                ),
             ),
             req_to_token_pool,
             device_pool,
@@ -393,6 +399,6 @@ class NSAOffloadCoordinator(SparseCoordinator):
         self.lru.check_integrity()
 
     def close(self) -> None:
-        """Give pinned host memory back before the process ends; for owners of several."""
+        """Give host memory back before the process ends; for owners of several."""
         self.controller.synchronize()
         self.host_pool.close()

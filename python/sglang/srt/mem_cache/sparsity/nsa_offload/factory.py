@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.mem_cache.sparsity.nsa_offload.config import NSAKVOffloadConfig
 from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import memory_for
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
 
 if TYPE_CHECKING:
@@ -24,9 +26,15 @@ def attach_nsa_kv_offload(model_runner: "ModelRunner") -> None:
     """
     device_pool = model_runner.token_to_kv_pool
     sizes = device_pool.sizes
-    pin_memory = torch.device(device_pool.device).type != "cpu"
+    server_args = model_runner.server_args
+    memory = memory_for(
+        torch.device(device_pool.device),
+        registered=server_args.disaggregation_mode == "decode"
+        and server_args.disaggregation_transfer_backend != "fake",
+        asked=NSAKVOffloadConfig.from_server_args(server_args).host_memory,
+    )
     host_pool = NSAKVOnlyTokenToKVPoolHost(
-        device_pool, pin_memory, show_progress=model_runner.tp_rank == 0
+        device_pool, memory, show_progress=model_runner.tp_rank == 0
     )
     device_pool.host_pool = host_pool
     model_runner.req_to_token_pool.sparse_coordinator = NSAOffloadCoordinator(
@@ -34,15 +42,16 @@ def attach_nsa_kv_offload(model_runner: "ModelRunner") -> None:
         model_runner.req_to_token_pool,
         device_pool,
         host_pool,
-        keep_finished_rows=not model_runner.server_args.disable_radix_cache,
+        keep_finished_rows=not server_args.disable_radix_cache,
     )
     logger.info(
         "Decode KV offloading: %d tokens, %d windows of %d slots, %d staging slots; "
-        "%.2f GB on the device, %.2f GB on the host.",
+        "%.2f GB on the device, %.2f GB on the host (%s).",
         device_pool.size,
         sizes.num_windows,
         sizes.window_slots,
         sizes.staging_slots,
         sizes.device_bytes(device_pool.size) / 1e9,
         host_pool.size * host_pool.size_per_token / 1e9,
+        memory,
     )

@@ -1,7 +1,8 @@
-"""Pinned host memory: exactly the bytes asked for, in chunks, given back on exit."""
+"""Host memory that the device can address: the bytes asked for, given back on exit."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -9,6 +10,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Callable, Optional
 
 import psutil
 import torch
@@ -16,10 +18,12 @@ from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
+MEMORY_KINDS = ("managed", "pinned", "plain")
+MANAGED_PAGE_BYTES = 2 << 20
 # One registration over 512 GiB fails on some drivers.
 PIN_CHUNK_BYTES = 16 << 30
-# The kernel clears a page when it is first touched. Registration would touch all of them from
-# one thread, so threads do it before; a piece is also the step of the progress bar.
+# The kernel clears a page when it is first touched, and the device maps a managed one then.
+# Threads do it ahead; a piece is also the step of the progress bar.
 TOUCH_PIECE_BYTES = 64 << 20
 MAX_TOUCH_THREADS = 8
 # Left to the operating system and to other processes, as SGLang's own host pools do.
@@ -51,51 +55,89 @@ def available_host_bytes() -> int:
     return available
 
 
-class PinnedBuffer:
+def memory_for(device: torch.device, registered: bool, asked: Optional[str] = None) -> str:
+    """The kind of host memory that suits a pool, one of ``MEMORY_KINDS``.
+
+    Managed memory, since the GPU maps it in pages of 2 MB, and pinned memory in pages of 4 KB
+    whose translations a scattered first touch waits for (``docs/design.md``). Pinned memory
+    where a transfer engine registers the pool with a network card, and where the GPU cannot
+    share managed memory with the CPU.
+
+    Args:
+        device: of the latent rows' windows.
+        registered: whether a transfer engine registers the pool.
+        asked: "managed" or "pinned" to leave nothing to choose; None otherwise.
+    """
+    if device.type == "cpu":
+        return "plain"
+    if asked is not None:
+        return asked
+    return "pinned" if registered or not _shares_managed_memory(device) else "managed"
+
+
+def _shares_managed_memory(device: torch.device) -> bool:
+    from cuda.bindings import runtime
+
+    code, shares = runtime.cudaDeviceGetAttribute(
+        runtime.cudaDeviceAttr.cudaDevAttrConcurrentManagedAccess, _index(device)
+    )
+    return int(code) == 0 and bool(shares)
+
+
+class HostBuffer:
     """Page-aligned, zeroed host memory that the device can address.
 
-    A plain anonymous mapping takes exactly ``nbytes`` (the caching pinned allocator of torch
-    rounds up to a power of two) and starts as zeros, so a row that was never written decodes
-    to zeros and not to NaN.
+    It takes ``nbytes``, managed memory in whole pages of 2 MB (the caching pinned allocator of
+    torch rounds up to a power of two), and starts as zeros, so a row that was never written decodes to zeros and not to NaN.
 
     Args:
         nbytes: size; above zero.
-        pin: register with CUDA; False on a machine without it.
+        memory: "managed" memory stays on the host and is mapped by the device; "pinned" memory
+            is registered with CUDA; "plain" memory is for machines without it.
+        device: that maps managed memory.
         chunk_bytes: size of one registration.
-        show_progress: draw a bar while pinning.
+        show_progress: draw a bar while the memory is made.
 
     Raises:
-        RuntimeError: a registration failed; earlier ones are rolled back.
+        RuntimeError: CUDA refused; what it had given is given back.
     """
 
     def __init__(
         self,
         nbytes: int,
-        pin: bool,
+        memory: str,
+        device: torch.device = torch.device("cuda"),
         chunk_bytes: int = PIN_CHUNK_BYTES,
         show_progress: bool = False,
     ):
-        self._mapping = mmap.mmap(-1, nbytes)
+        if memory not in MEMORY_KINDS:
+            raise ValueError(f"memory={memory!r} is none of {MEMORY_KINDS}.")
+        self.memory = memory
+        self._given: list[tuple[Callable, int]] = []  # how to give back, and what
+        if memory == "managed":
+            self._mapping = _managed(nbytes, device, self._given)
+        else:
+            self._mapping = mmap.mmap(-1, nbytes)
         self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self._registered: list[int] = []
-        if pin:
+        if memory != "plain":
             start = time.perf_counter()
-            self._register(nbytes, chunk_bytes, show_progress)
+            self._fill(nbytes, chunk_bytes, show_progress)
             logger.info(
-                "Pinned %.2f GB of host memory in %.1f s.",
+                "Took %.2f GB of %s host memory in %.1f s.",
                 nbytes / 1e9,
+                memory,
                 time.perf_counter() - start,
             )
         # Runs when the buffer is dropped, and at exit: a process that ends with memory still
         # registered holds the device until the driver has cleaned up.
-        self._finalizer = weakref.finalize(self, _unregister, self._registered)
+        self._finalizer = weakref.finalize(self, _give_back, self._given)
 
-    def _register(self, nbytes: int, chunk_bytes: int, show_progress: bool) -> None:
-        cudart = torch.cuda.cudart()
+    def _fill(self, nbytes: int, chunk_bytes: int, show_progress: bool) -> None:
+        """Have the kernel clear all pages now, and register them where they are to be pinned."""
         base = self.tensor.data_ptr()
         bar = tqdm(
             total=nbytes,
-            desc="Pin host memory",
+            desc="Take host memory",
             unit="B",
             unit_scale=True,
             mininterval=1.0,
@@ -108,15 +150,19 @@ class PinnedBuffer:
                 ends = [min(piece + TOUCH_PIECE_BYTES, start + size) for piece in pieces]
                 for touched in pool.map(self._touch, pieces, ends):
                     bar.update(touched)
-                code = int(cudart.cudaHostRegister(base + start, size, 0))
-                if code != 0:
-                    _unregister(self._registered)
-                    _clear_cuda_error()
-                    raise RuntimeError(
-                        f"cudaHostRegister failed with code {code} at {start / 1e9:.1f} of "
-                        f"{nbytes / 1e9:.1f} GB; check `ulimit -l` and free host memory."
-                    )
-                self._registered.append(base + start)
+                if self.memory == "pinned":
+                    self._register(base + start, size, f"{start / 1e9:.1f} of {nbytes / 1e9:.1f} GB")
+
+    def _register(self, address: int, size: int, where: str) -> None:
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        if code != 0:
+            _give_back(self._given)
+            _clear_cuda_error()
+            raise RuntimeError(
+                f"cudaHostRegister failed with code {code} at {where}; check `ulimit -l` and "
+                "free host memory."
+            )
+        self._given.append((torch.cuda.cudart().cudaHostUnregister, address))
 
     def _touch(self, start: int, end: int) -> int:
         """Write to each page of ``[start, end)``, all zeros before and after; returns its bytes."""
@@ -124,8 +170,46 @@ class PinnedBuffer:
         return end - start
 
     def close(self) -> None:
-        """Unregister; safe to call twice. The memory itself lives until its views are gone."""
+        """Give the memory back; safe to call twice.
+
+        Managed memory is gone then, and nobody may read its views; the memory of the others
+        lives until their views are gone.
+        """
         self._finalizer()
+
+
+def _managed(nbytes: int, device: torch.device, given: list) -> ctypes.Array:
+    """Managed memory that is to stay on the host, mapped by the device as soon as it is touched."""
+    from cuda.bindings import runtime
+
+    # Smaller pieces share pages, which are neither aligned nor zeros when they are used again.
+    size = -(-nbytes // MANAGED_PAGE_BYTES) * MANAGED_PAGE_BYTES
+    code, address = runtime.cudaMallocManaged(size, runtime.cudaMemAttachGlobal)
+    if int(code) == 0:
+        given.append((runtime.cudaFree, address))
+        places = runtime.cudaMemLocationType
+        for advice, place, index in (
+            ("SetPreferredLocation", places.cudaMemLocationTypeHost, 0),
+            ("SetAccessedBy", places.cudaMemLocationTypeDevice, _index(device)),
+        ):
+            location = runtime.cudaMemLocation()
+            location.type, location.id = place, index
+            advice = getattr(runtime.cudaMemoryAdvise, f"cudaMemAdvise{advice}")
+            (code,) = runtime.cudaMemAdvise(address, size, advice, location)
+            if int(code) != 0:
+                break
+    if int(code) != 0:
+        _give_back(given)
+        _clear_cuda_error()
+        raise RuntimeError(
+            f"{nbytes / 1e9:.2f} GB of managed host memory failed with code {int(code)}; try "
+            "--decode-nsa-kv-offload-config '{\"host_memory\": \"pinned\"}'."
+        )
+    return (ctypes.c_uint8 * nbytes).from_address(address)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _touch_threads() -> int:
@@ -133,9 +217,10 @@ def _touch_threads() -> int:
     return min(MAX_TOUCH_THREADS, len(os.sched_getaffinity(0)))
 
 
-def _unregister(addresses: list[int]) -> None:
-    while addresses:
-        torch.cuda.cudart().cudaHostUnregister(addresses.pop())
+def _give_back(given: list[tuple[Callable, int]]) -> None:
+    while given:
+        free, address = given.pop()
+        free(address)
 
 
 def _clear_cuda_error() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sglang.jit_kernel.nsa_kv_offload import ORDER_MIN_ROWS, ORDER_MIN_ROWS_MANAGED
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import (
     HOST_RESERVE_BYTES,
-    PinnedBuffer,
+    HostBuffer,
     available_host_bytes,
 )
 
@@ -24,17 +25,21 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
         kv_buffer: ``[layer_num, size, 1, kv_cache_dim]`` in the device pool's store dtype.
         row_bytes: bytes of one token in one layer (656 for fp8, 1152 for bf16).
         layer_ptrs: ``[layer_num]`` uint64 on the device, address of each layer's first row.
+        order_min_rows: from as many rows on a gather takes them in address order.
 
     Args:
-        show_progress: draw a bar while the memory is pinned.
+        memory: kind of host memory, as ``HostBuffer`` has them.
+        show_progress: draw a bar while the memory is made.
 
     Raises:
         ValueError: more memory asked for than the machine has free.
     """
 
     def __init__(
-        self, device_pool: NSATokenToKVPool, pin_memory: bool, show_progress: bool = False
+        self, device_pool: NSATokenToKVPool, memory: str, show_progress: bool = False
     ):
+        self._memory = memory
+        self.order_min_rows = ORDER_MIN_ROWS_MANAGED if memory == "managed" else ORDER_MIN_ROWS
         self._show_progress = show_progress
         super().__init__(
             device_pool,
@@ -42,7 +47,7 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
             host_size=0,
             page_size=device_pool.page_size,
             layout="layer_first",
-            pin_memory=pin_memory,
+            pin_memory=memory == "pinned",
             device="cpu",
         )
         self.layer_ptrs = torch.tensor(
@@ -63,9 +68,10 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
         return self.row_bytes * self.layer_num
 
     def init_kv_buffer(self) -> torch.Tensor:
-        self._buffer = PinnedBuffer(
+        self._buffer = HostBuffer(
             self.size * self.size_per_token,
-            self.pin_memory,
+            self._memory,
+            torch.device(self.device_pool.device),
             show_progress=self._show_progress,
         )
         return self._buffer.tensor.view(self.dtype).view(
@@ -87,7 +93,7 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
         return rows.view(self.layer_num, -1, self.row_bytes * self.page_size).numpy()
 
     def close(self) -> None:
-        """Give the pinned memory back to the driver; idempotent."""
+        """Give the memory back to the driver; idempotent. Nobody may read a row after it."""
         self._buffer.close()
 
     # HostKVCache asks for these; HiCache's page-wise traffic does not reach this pool.
