@@ -91,10 +91,10 @@ def run(model: Path, work: list, new_tokens: int, overlap: bool, **server_args) 
         outputs = engine.run(work, new_tokens)
         served = time.time()
         coordinator = engine.scheduler.req_to_token_pool.sparse_coordinator
-        counters = accepted = None
+        counters = memory = accepted = None
         if coordinator is not None:
             coordinator.check_idle()
-            counters = coordinator.lru.counters.tolist()
+            counters, memory = coordinator.lru.counters.tolist(), coordinator.host_pool.memory
         scheduler = engine.scheduler
         if not scheduler.spec_algorithm.is_none():
             accepted = {
@@ -107,6 +107,7 @@ def run(model: Path, work: list, new_tokens: int, overlap: bool, **server_args) 
         "build_s": round(built - begin, 1),
         "serve_s": round(served - built, 1),
         "counters": counters,
+        "host_memory": memory,
     }
 
 
@@ -157,7 +158,7 @@ def case(args, work, dtype, graphs, overlap, steps, loads, off_runs) -> dict:
         on = run(model, work, args.new_tokens, overlap, enable_decode_nsa_kv_offload=True, **config, **shared)
     row["on_vs_off"] = compare(off[0]["outputs"], on["outputs"])
     row["distinct_tokens"] = len(set(itertools.chain(*off[0]["outputs"])))
-    row["counters"] = on["counters"]
+    row["counters"], row["host_memory"] = on["counters"], on["host_memory"]
     row["accepted"] = {"off": off[0]["accepted"], "on": on["accepted"]}
     row["seconds"] = {side: [r["build_s"], r["serve_s"]] for side, r in (("off", off[0]), ("on", on))}
     return row

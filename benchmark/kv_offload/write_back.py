@@ -8,7 +8,8 @@ field launch_us is what the scheduler's thread spends on it.
 Rows: what is one of
   step      the new rows of a batch in all layers (SparseCacheController.write_back); host slots all over the pool, device slots at random
   prompt    a prompt's rows, layer by layer (store_layer); host slots in shuffled pages of 64, device slots at random
-memory is the host pool's kind, and impl is ours, per_layer (the stock per-layer kernel, as HiSparse backs up), or copy (one copy of as many bytes).
+memory is the host pool's kind, and impl is ours, per_layer (the stock per-layer kernel, as HiSparse backs up), or copy (one copy of as many bytes,
+to pinned memory: managed memory is copied in pieces).
 """
 
 import argparse
@@ -84,9 +85,9 @@ def runs(pools: Pools, what: str, device_slots: torch.Tensor, host_slots: torch.
     return {"ours": ours, "per_layer": per_layer, "copy": copy}
 
 
-def measure(pools: Pools, what: str, rows: int) -> list:
+def measure(pools: Pools, what: str, rows: int, impls: list) -> list:
     result, generator = [], torch.Generator().manual_seed(rows)
-    for impl in ("ours", "per_layer", "copy"):
+    for impl in impls:
         times, launches = [], []
         for _ in range(TIMED + 2):
             slots = pools.slots(rows, what == "prompt", generator)
@@ -132,10 +133,11 @@ def main() -> None:
     result = []
     for kind in args.memory:
         memory = HostBuffer(num_bytes, kind, chunk_bytes=num_bytes)  # a copy may not span registrations
+        impls = ["ours", "per_layer"] + ["copy"] * (kind == "pinned")
         for row_bytes in (656, 1152):
             pools = Pools(memory.tensor, row_bytes, 1 << 16)
             for what, rows in (("step", 16), ("step", 128), ("prompt", 32768)):
-                result += [{"memory": kind, **row} for row in measure(pools, what, rows)]
+                result += [{"memory": kind, **row} for row in measure(pools, what, rows, impls)]
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
             del pools
         memory.close()

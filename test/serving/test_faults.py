@@ -209,7 +209,7 @@ KERNEL_FAULTS = {
     "a row entered as its neighbour": ("swap.cuh", "static_cast<int16_t>(offsets[e]);", "static_cast<int16_t>(offsets[e] ^ 1);"),
     "hits are evicted first": (
         "swap.cuh",
-        "marks[offsets[e]] = first_entry + e < params.lasting ? kUsed : kTouched;",
+        "marks[offsets[e]] = has_drafts ? kTouched : kUsed;",
         "last_used[offsets[e]] = now + 1;",
     ),
     "bits left behind": ("gather.cuh", "if (word != 0) queue.wanted[first_slot / 32] = 0;", ""),

@@ -1,7 +1,7 @@
 /// Copies the rows of a miss queue from the host pool into the windows, and empties the queue.
 ///
-/// Scattered rows of a large pool miss address translations; rows in flight that lie close together share them. So
-/// rows go in address order, unless they are so few that to find the order costs more.
+/// Scattered rows of a large pool miss address translations, most in pinned memory; rows in flight that lie close
+/// together share them. So rows go in address order, unless they are so few that to find the order costs more.
 #pragma once
 
 #include <sgl_kernel/utils.cuh>
@@ -31,8 +31,8 @@ struct GatherShared {
 
 /// Copy up to kRows rows, all loads before the first store. `count` is the same for the whole warp.
 ///
-/// A warp loads whole lines, from the one in which a row begins: the link carries requests of a line, and a line that
-/// two loads share goes over it twice. Where a row goes is looked up meanwhile.
+/// A warp loads whole lines, from the one in which a row begins, so that no two loads ask for parts of one. Where a row
+/// goes is looked up meanwhile.
 template <int kRowBytes, int kRows, typename TargetOf>
 __device__ __forceinline__ void
 copy_rows(const GatherParams& params, const int* host_slots, int count, const TargetOf& target_of) {

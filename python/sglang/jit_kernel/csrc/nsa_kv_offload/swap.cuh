@@ -245,6 +245,8 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
     for (int e = 0; e < kEntries; ++e) claims[e] = absent >> e & 1 ? offset_of[positions[e]] : kAbsent;
     own_marks.load_first();
   }
+  // With drafts all slots are marked as theirs first: of equal entries one may be a draft's and one not.
+  const bool has_drafts = params.lasting < params.entries;
   unsigned num_hits = 0, num_in_ring = 0;
 #pragma unroll
   for (int e = 0; e < kEntries; ++e) {
@@ -255,13 +257,12 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
       ++num_in_ring;
     } else if (offsets[e] >= 0) {
       slot = window_slot + offsets[e];
-      marks[offsets[e]] = first_entry + e < params.lasting ? kUsed : kTouched;
+      marks[offsets[e]] = has_drafts ? kTouched : kUsed;
       ++num_hits;
     }
     page_table[first_entry + e] = slot;
   }
-  if (params.lasting < params.entries) {
-    // A draft may have marked what the token that stays uses too.
+  if (has_drafts) {
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) {

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
-from sglang.jit_kernel.nsa_kv_offload import MissQueue
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.sparsity.algorithms.deepseek_nsa import DeepSeekNSAAlgorithm
 from sglang.srt.mem_cache.sparsity.core.sparse_coordinator import (
@@ -103,13 +102,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
                 self.lru,
                 self.controller,
                 # Padded rows queue nothing, so it need not hold more requests than have windows.
-                MissQueue(
-                    sizes.num_windows,
-                    sizes.swap_entries,
-                    host_pool.size,
-                    device,
-                    host_pool.order_min_rows,
-                ),
+                host_pool.miss_queue(sizes.num_windows, sizes.swap_entries),
             ),
             req_to_token_pool,
             device_pool,

@@ -58,10 +58,10 @@ def available_host_bytes() -> int:
 def memory_for(device: torch.device, registered: bool, asked: Optional[str] = None) -> str:
     """The kind of host memory that suits a pool, one of ``MEMORY_KINDS``.
 
-    Managed memory, since the GPU maps it in pages of 2 MB, and pinned memory in pages of 4 KB
-    whose translations a scattered first touch waits for (``docs/design.md``). Pinned memory
-    where a transfer engine registers the pool with a network card, and where the GPU cannot
-    share managed memory with the CPU.
+    Managed memory that stays on the host, since the GPU reads scattered rows of it at the link's
+    rate, and of pinned memory at the rate at which it translates their addresses. Pinned memory
+    where a transfer engine registers the pool, since network cards do not take managed memory,
+    and where the GPU cannot share managed memory with the CPU.
 
     Args:
         device: of the latent rows' windows.
@@ -165,8 +165,12 @@ class HostBuffer:
         self._given.append((torch.cuda.cudart().cudaHostUnregister, address))
 
     def _touch(self, start: int, end: int) -> int:
-        """Write to each page of ``[start, end)``, all zeros before and after; returns its bytes."""
-        self.tensor.numpy()[start : end : mmap.PAGESIZE] = 0  # without the interpreter's lock
+        """Write zeros to each page of ``[start, end)``; returns its bytes.
+
+        The kernel clears the pages of a mapping; CUDA does not promise it of managed memory.
+        """
+        step = 1 if self.memory == "managed" else mmap.PAGESIZE
+        self.tensor.numpy()[start:end:step] = 0  # without the interpreter's lock
         return end - start
 
     def close(self) -> None:

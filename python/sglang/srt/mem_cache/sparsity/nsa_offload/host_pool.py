@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sglang.jit_kernel.nsa_kv_offload import ORDER_MIN_ROWS, ORDER_MIN_ROWS_MANAGED
+from sglang.jit_kernel.nsa_kv_offload import (
+    ORDER_MIN_ROWS,
+    ORDER_MIN_ROWS_MANAGED,
+    MissQueue,
+)
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import (
@@ -23,9 +27,9 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
 
     Attributes:
         kv_buffer: ``[layer_num, size, 1, kv_cache_dim]`` in the device pool's store dtype.
+        memory: kind of host memory.
         row_bytes: bytes of one token in one layer (656 for fp8, 1152 for bf16).
         layer_ptrs: ``[layer_num]`` uint64 on the device, address of each layer's first row.
-        order_min_rows: from as many rows on a gather takes them in address order.
 
     Args:
         memory: kind of host memory, as ``HostBuffer`` has them.
@@ -38,8 +42,7 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
     def __init__(
         self, device_pool: NSATokenToKVPool, memory: str, show_progress: bool = False
     ):
-        self._memory = memory
-        self.order_min_rows = ORDER_MIN_ROWS_MANAGED if memory == "managed" else ORDER_MIN_ROWS
+        self.memory = memory
         self._show_progress = show_progress
         super().__init__(
             device_pool,
@@ -70,7 +73,7 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
     def init_kv_buffer(self) -> torch.Tensor:
         self._buffer = HostBuffer(
             self.size * self.size_per_token,
-            self._memory,
+            self.memory,
             torch.device(self.device_pool.device),
             show_progress=self._show_progress,
         )
@@ -83,6 +86,18 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
         pointers = [layer.data_ptr() for layer in self.kv_buffer]
         lengths = [layer.nbytes for layer in self.kv_buffer]
         return pointers, lengths, [self.row_bytes * self.page_size] * self.layer_num
+
+    def miss_queue(self, max_batch: int, entries: int) -> MissQueue:
+        """A queue of rows wanted from here, gathered in the order that suits the memory.
+
+        Args:
+            max_batch: requests in a batch, without padding.
+            entries: of a request's top-k.
+        """
+        is_managed = self.memory == "managed"
+        order_min_rows = ORDER_MIN_ROWS_MANAGED if is_managed else ORDER_MIN_ROWS
+        device = self.device_pool.device
+        return MissQueue(max_batch, entries, self.size, device, order_min_rows)
 
     def pages(self) -> np.ndarray:
         """The rows as ``[layer_num, pages, page bytes]`` uint8.
