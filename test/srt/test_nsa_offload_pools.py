@@ -87,7 +87,7 @@ class TestDevicePool(CustomTestCase):
         for spec in DTYPES:
             with self.subTest(spec=spec):
                 pool = make_pool(*spec)
-                pool.host_pool = host = NSAKVOnlyTokenToKVPoolHost(pool, DEVICE == "cuda")
+                pool.host_pool = host = NSAKVOnlyTokenToKVPoolHost(pool, "managed" if DEVICE == "cuda" else "plain")
                 self.addCleanup(host.close)
                 self.assertEqual(
                     pool.get_contiguous_buf_infos(), host.get_contiguous_buf_infos()

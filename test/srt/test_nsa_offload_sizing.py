@@ -260,7 +260,7 @@ class TestConfigurator(CustomTestCase):
     def test_host_pool_takes_what_was_checked(self):
         tokens, sizes = self.sized(0.01, config='{"host_size_gb": 0.003}', max_running_requests=2)
         pool = make_pool(*DTYPES[0], sizes=sizes, tokens=tokens)
-        host = NSAKVOnlyTokenToKVPoolHost(pool, DEVICE == "cuda")
+        host = NSAKVOnlyTokenToKVPoolHost(pool, "managed" if DEVICE == "cuda" else "plain")
         self.addCleanup(host.close)
         self.assertEqual(host.size, NSAKVOnlyTokenToKVPoolHost.rows_for(tokens, PAGE))
         self.assertLessEqual(host.kv_buffer.nbytes, 0.003e9)

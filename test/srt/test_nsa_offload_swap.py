@@ -62,7 +62,8 @@ class Pools:
             kv_cache_dim=dim,
             sizes=dataclasses.replace(SIZES, row_bytes=row_bytes),
         )
-        self.host_pool = NSAKVOnlyTokenToKVPoolHost(self.device_pool, DEVICE == "cuda")
+        memory = "managed" if DEVICE == "cuda" else "plain"
+        self.host_pool = NSAKVOnlyTokenToKVPoolHost(self.device_pool, memory)
         self.host = self.host_pool.kv_buffer.view(torch.uint8).flatten(2)
         self.device = [b.view(torch.uint8).flatten(1) for b in self.device_pool.kv_buffer]
         for buffer in (self.host, *self.device):
