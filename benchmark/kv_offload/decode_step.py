@@ -49,6 +49,8 @@ def measure(impl: str, model: Path, args, new_tokens: int = 0) -> Iterator[dict]
             "pool_gb": round(lone_node.pool_bytes(engine) / 1e9, 3),
             "build_s": round(time.time() - begin, 1),
         }
+        if impl.startswith("ours"):
+            common["host_memory"] = engine.scheduler.req_to_token_pool.sparse_coordinator.host_pool.memory
         if replay is not None:
             lone_node.play(replay, args, 0.0)
         prompt, running, first_step = lone_node.prompt_of(args.context), 0, []
@@ -86,7 +88,7 @@ def measure(impl: str, model: Path, args, new_tokens: int = 0) -> Iterator[dict]
 
 def main() -> None:
     parser = lone_node.parser_of(__doc__)
-    impls = ["dense", "ours", "hisparse"]
+    impls = ["dense", "ours", "ours_pinned", "hisparse"]
     parser.add_argument("--impls", nargs="*", default=impls, choices=impls)
     parser.add_argument("--batches", nargs="*", type=int, default=[64])
     parser.add_argument("--context", type=int, default=32768)

@@ -44,7 +44,10 @@ def impl_args(impl: str, args, requests: int, new_tokens: int) -> dict:
     more = {"max_total_tokens": requests * slots}
     if impl.startswith("ours"):
         more["enable_decode_nsa_kv_offload"] = True
-        more["decode_nsa_kv_offload_config"] = json.dumps({"window_size": args.window})
+        config = {"window_size": args.window}
+        if impl == "ours_pinned":
+            config["host_memory"] = "pinned"  # as a decode node over mooncake or nixl has it
+        more["decode_nsa_kv_offload_config"] = json.dumps(config)
     return more
 
 

@@ -59,7 +59,7 @@ def swap_layer(rows: list, out: Path) -> None:
 
 
 def decode_step(rows: list, out: Path) -> None:
-    impls = ["dense", "ours", "hisparse"]
+    impls = [impl for impl in ("dense", "ours", "ours_pinned", "hisparse") if any(r["impl"] == impl for r in rows)]
     groups = list(dict.fromkeys(f"batch {r['batch']}\n{r['replayed_miss_rate']:.0%} misses" for r in rows))
     values = {(f"batch {r['batch']}\n{r['replayed_miss_rate']:.0%} misses", r["impl"]): r["step_ms"] for r in rows}
     figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")

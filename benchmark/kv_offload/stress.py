@@ -139,6 +139,7 @@ def long_requests(args) -> dict:
         counters = coordinator.lru.counters.tolist()
     misses = sum(layer[2] for layer in counters) / sum(map(sum, counters))
     row = {"requests": len(lengths), "miss_rate": round(misses, 4), "counters": counters}
+    row["host_memory"] = coordinator.host_pool.memory
     return {**row, "seconds": round(time.time() - begin, 1)}
 
 

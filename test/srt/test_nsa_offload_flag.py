@@ -16,7 +16,10 @@ if not torch.cuda.is_available():
 
 from sglang.srt.arg_groups import nsa_kv_offload_hook as hook
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.sparsity.nsa_offload.config import NSAKVOffloadConfig
+from sglang.srt.mem_cache.sparsity.nsa_offload.config import (
+    NSAKVOffloadConfig,
+    registers_host_memory,
+)
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.test.test_utils import CustomTestCase
@@ -358,6 +361,22 @@ class TestConfig(FlagTestCase):
         self.assertEqual(dataclasses.asdict(config), values)
         with self.assertRaises(dataclasses.FrozenInstanceError):
             config.window_size = 64
+
+    def test_memory_that_a_network_card_does_not_take(self):
+        """Pinned memory where a transfer engine registers the pool, and nothing else may be asked for."""
+        managed, pinned = '{"host_memory": "managed"}', '{"host_memory": "pinned"}'
+        decode_node = {"disaggregation_mode": "decode"}
+        for backend in ("mooncake", "nixl", "fake", None):
+            fields = {**decode_node, "disaggregation_transfer_backend": backend} if backend else {}
+            with self.subTest(backend=backend):
+                args = self.server_args(decode_nsa_kv_offload_config=managed, **fields)
+                self.assertEqual(registers_host_memory(args), backend in ("mooncake", "nixl"))
+                if registers_host_memory(args):
+                    self.refused(args, CONFIG, "host_memory='managed'", f"backend {backend}", "'pinned'")
+                else:
+                    hook.validate_nsa_kv_offload(args)
+                args.decode_nsa_kv_offload_config = pinned
+                hook.validate_nsa_kv_offload(args)
 
     def test_largest_window(self):
         text = '{"window_size": 32704}'

@@ -121,23 +121,38 @@ class TestHostPool(CustomTestCase):
         self.assertFalse(pool.kv_buffer.is_pinned())
 
     @unittest.skipUnless(DEVICE == "cuda", "needs a GPU")
-    def test_managed_memory_is_zeroed_and_read_by_the_device(self):
-        buffer = HostBuffer(1 << 30, "managed")
-        self.assertFalse(buffer.tensor.any())
-        rows = buffer.tensor.view(-1, 4096)
-        rows[:, 7] = 5
-        there = torch.frombuffer(buffer._mapping, dtype=torch.uint8)
+    def test_rows_of_managed_memory_both_ways(self):
+        """Byte for byte, in either order of the rows, into memory that starts as zeros."""
         from sglang.jit_kernel import nsa_kv_offload as kernels
 
-        queue = kernels.MissQueue(1, 1024, len(there) // 656, DEVICE)
-        queue.host_slots[:1024] = torch.arange(1024, device=DEVICE) * 1000
-        queue.device_slots[:1024] = torch.arange(1024, device=DEVICE)
-        queue.state[0] = 1024
-        host = there[: len(there) // 656 * 656].view(-1, 656)
-        device = torch.zeros((1024, 656), dtype=torch.uint8, device=DEVICE)
-        queue.order_min_rows = 1 << 30
-        kernels.gather_misses(host, device, queue)
-        self.assertTrue(torch.equal(device.cpu(), host[torch.arange(1024) * 1000]))
+        count, rows, row_bytes = 5000, 1 << 18, 656
+        buffer = HostBuffer(rows * row_bytes, "managed")
+        self.assertFalse(buffer.tensor.any())
+        host = buffer.tensor.view(rows, row_bytes)
+        host.random_(0, 256)
+        before, slots = host.clone(), torch.randperm(rows)[:count].to(DEVICE)
+        for order_min_rows in (0, 1 << 30):
+            queue = kernels.MissQueue(1, count, rows, DEVICE, order_min_rows)
+            queue.host_slots[:count] = slots.int()
+            queue.device_slots[:count] = queue.target[slots] = torch.arange(count, device=DEVICE).int()
+            bits = torch.zeros((rows,), dtype=torch.int64, device=DEVICE)
+            bits[slots] = 1
+            words = (bits.view(-1, 32) << torch.arange(32, device=DEVICE)).sum(1)
+            queue.wanted.copy_((words - (words >> 31 << 32)).int())
+            queue.state[0] = count
+            device = torch.zeros((count, row_bytes), dtype=torch.uint8, device=DEVICE)
+            kernels.gather_misses(host, device, queue)
+            self.assertTrue(torch.equal(device.cpu(), before[slots.cpu()]))
+        device.random_(0, 256)
+
+        def addresses(tensor):
+            return torch.tensor([tensor.data_ptr()], dtype=torch.uint64, device=DEVICE)
+
+        places = torch.arange(count, device=DEVICE)
+        kernels.store_rows(addresses(device), addresses(host), places, slots, row_bytes)
+        torch.cuda.synchronize()
+        before[slots.cpu()] = device.cpu()
+        self.assertTrue(torch.equal(host, before))
         buffer.close()
 
 
@@ -238,7 +253,7 @@ class FakeRuntime:
     cudaMemLocation = SimpleNamespace
 
     def __init__(self, fails=None, shares=1):
-        self.fails, self.shares, self.live, self.advised = fails, shares, {}, []
+        self.fails, self.shares, self.live, self.advised, self.error = fails, shares, {}, [], 0
 
     def module(self):
         """As ``from cuda.bindings import runtime`` finds it."""
@@ -253,6 +268,7 @@ class FakeRuntime:
 
     def cudaMallocManaged(self, nbytes, flags):
         if self.fails == "malloc":
+            self.error = 2
             return 2, 0
         mapping = mmap.mmap(-1, nbytes)
         mapping.write(b"\x07" * nbytes)  # CUDA does not promise zeros
@@ -262,13 +278,20 @@ class FakeRuntime:
 
     def cudaMemAdvise(self, address, nbytes, advice, location):
         if self.fails == advice:
+            self.error = 1
             return (1,)
+        if self.fails == f"raise {advice}":
+            raise TypeError("another signature")
         self.advised.append((address, nbytes, advice, location.type, location.id))
         return (0,)
 
     def cudaFree(self, address):
         del self.live[address]
         return (0,)
+
+    def cudaGetLastError(self):
+        error, self.error = self.error, 0
+        return (error,)
 
 
 def resident(address, size):
@@ -438,13 +461,46 @@ class TestManaged(CustomTestCase):
         gc.collect()
         self.assertEqual(runtime.live, {})
 
+    def test_lives_as_long_as_a_view(self):
+        runtime = FakeRuntime()
+        buffer = self.managed(runtime)
+        rows = buffer.tensor[:656].view(1, 656)
+        del buffer
+        gc.collect()
+        self.assertEqual(len(runtime.live), 1)
+        self.assertFalse(rows.any())
+        del rows
+        gc.collect()
+        self.assertEqual(runtime.live, {})
+
+    def test_not_inherited_by_a_fork(self):
+        """The pages of the parent would be unmapped as well."""
+        runtime = FakeRuntime()
+        buffer = self.managed(runtime)
+        address = buffer.tensor.data_ptr()
+        child = os.fork()
+        if child == 0:
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+            os._exit(int(any(begin <= address < end for begin, end in spans)))
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
+        self.assertFalse(buffer.tensor.any())
+
     def test_failure_frees_and_names_the_recipe(self):
-        for fails in ("malloc", 3, 5):
+        for fails, call in (("malloc", "cudaMallocManaged"), (3, "cudaMemAdvise"), (5, "cudaMemAdvise")):
             with self.subTest(fails=fails):
                 runtime = FakeRuntime(fails)
-                with self.assertRaisesRegex(RuntimeError, 'managed host memory failed.*"host_memory": "pinned"'):
+                recipe = 'lower host_size_gb.*"host_memory": "pinned"'
+                with self.assertRaisesRegex(RuntimeError, f"{call} failed with code.*{recipe}"):
                     self.managed(runtime)
-                self.assertEqual(runtime.live, {})
+                self.assertEqual((runtime.live, runtime.error), ({}, 0))
+        for fails, error in (("raise 5", TypeError), (None, KeyboardInterrupt)):
+            runtime = FakeRuntime(fails)
+            interrupted = mock.Mock(side_effect=KeyboardInterrupt)
+            with mock.patch.object(HostBuffer, "_touch", interrupted), self.assertRaises(error):
+                self.managed(runtime)
+            gc.collect()
+            self.assertEqual(runtime.live, {})
 
     def test_kind(self):
         cpu = torch.device("cpu")
@@ -454,7 +510,7 @@ class TestManaged(CustomTestCase):
             self.assertEqual(host_memory.memory_for(self.DEVICE, True, "managed"), "managed")
             self.assertEqual(host_memory.memory_for(self.DEVICE, False, "pinned"), "pinned")
             self.assertEqual(host_memory.memory_for(cpu, False, "managed"), "plain")
-        with FakeRuntime(shares=0).module():
+        with FakeRuntime(shares=0).module(), self.assertLogs(host_memory.logger, "WARNING"):
             self.assertEqual(host_memory.memory_for(self.DEVICE, registered=False), "pinned")
 
 

@@ -65,7 +65,7 @@ class World:
             controller=self.controller,
             sizes=SIZES,
             windows=SimpleNamespace(num_windows=5, num_free=2),
-            host_pool=SimpleNamespace(size=704, size_per_token=LAYERS * 656),
+            host_pool=SimpleNamespace(size=704, size_per_token=LAYERS * 656, memory="pinned"),
             token_to_kv_pool=SimpleNamespace(size=640),
         )
         runner = SimpleNamespace(memory_pool_config=SimpleNamespace(slot_limit=LIMIT))
@@ -384,6 +384,7 @@ class TestMetrics(CustomTestCase):
             "tokens_limited_by": LIMIT,
             "host_rows": 704,
             "host_bytes": 704 * LAYERS * 656,
+            "host_memory": "pinned",
             "device_bytes": SIZES.device_bytes(640),
             "max_running_requests": 4,
         }

@@ -15,7 +15,7 @@ constexpr int kListRows = 1024;  // rows of a chunk that a block lists at a time
 constexpr int kLineBytes = 128;
 
 struct GatherParams {
-  const uint8_t* host_rows;  // [num_host_rows, row bytes] pinned
+  const uint8_t* host_rows;  // [num_host_rows, row bytes] pinned or managed
   uint8_t* device_rows;      // [*, row bytes]
   MissQueue queue;
   int num_host_rows;
@@ -31,8 +31,8 @@ struct GatherShared {
 
 /// Copy up to kRows rows, all loads before the first store. `count` is the same for the whole warp.
 ///
-/// A warp loads whole lines, from the one in which a row begins, so that no two loads ask for parts of one. Where a row
-/// goes is looked up meanwhile.
+/// A warp's loads begin at line boundaries, so that no two of them ask for parts of one line of a row. Where a row goes
+/// is looked up meanwhile.
 template <int kRowBytes, int kRows, typename TargetOf>
 __device__ __forceinline__ void
 copy_rows(const GatherParams& params, const int* host_slots, int count, const TargetOf& target_of) {

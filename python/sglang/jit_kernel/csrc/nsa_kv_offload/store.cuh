@@ -14,7 +14,7 @@ constexpr int kStoreTile = 64;
 
 struct StoreParams {
   const uint64_t* device_layers;  // [num_layers] addresses
-  const uint64_t* host_layers;    // [num_layers] addresses, pinned
+  const uint64_t* host_layers;    // [num_layers] addresses, pinned or managed
   const int64_t* device_slots;    // [num_rows]
   const int64_t* host_slots;      // [num_rows]
   int num_rows;

@@ -104,15 +104,33 @@ class NSAKVOffloadConfig:
 
     @classmethod
     def from_server_args(cls, server_args: "ServerArgs") -> "NSAKVOffloadConfig":
-        """The configuration of a server whose model is a DSA model."""
+        """The configuration of a server whose model is a DSA model.
+
+        Raises:
+            ValueError: as ``from_json``; or its memory does not suit the transfer backend.
+        """
         from sglang.srt.configs.model_config import get_nsa_index_topk
 
         hf_config = server_args.get_model_config().hf_config
-        return cls.from_json(
+        config = cls.from_json(
             server_args.decode_nsa_kv_offload_config,
             get_nsa_index_topk(hf_config),
             queries_per_step(server_args),
         )
+        if config.host_memory == "managed" and registers_host_memory(server_args):
+            raise ValueError(
+                f"{CONFIG_FLAG}: host_memory='managed' cannot be combined with "
+                f"--disaggregation-transfer-backend {server_args.disaggregation_transfer_backend}: "
+                "it registers the rows with a network card, which does not take managed memory. "
+                "Leave host_memory out, or give 'pinned'."
+            )
+        return config
+
+
+def registers_host_memory(server_args: "ServerArgs") -> bool:
+    """Whether a transfer engine registers the host pool, to receive rows in it."""
+    is_decode_node = server_args.disaggregation_mode == "decode"
+    return is_decode_node and server_args.disaggregation_transfer_backend != "fake"
 
 
 def queries_per_step(server_args: "ServerArgs") -> int:

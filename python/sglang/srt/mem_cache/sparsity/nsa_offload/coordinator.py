@@ -393,5 +393,5 @@ class NSAOffloadCoordinator(SparseCoordinator):
 
     def close(self) -> None:
         """Give host memory back before the process ends; for owners of several."""
-        self.controller.synchronize()
+        self.controller.synchronize(forwards=True)
         self.host_pool.close()

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.mem_cache.sparsity.nsa_offload.config import NSAKVOffloadConfig
+from sglang.srt.mem_cache.sparsity.nsa_offload.config import (
+    NSAKVOffloadConfig,
+    registers_host_memory,
+)
 from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import memory_for
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
@@ -29,9 +32,8 @@ def attach_nsa_kv_offload(model_runner: "ModelRunner") -> None:
     server_args = model_runner.server_args
     memory = memory_for(
         torch.device(device_pool.device),
-        registered=server_args.disaggregation_mode == "decode"
-        and server_args.disaggregation_transfer_backend != "fake",
-        asked=NSAKVOffloadConfig.from_server_args(server_args).host_memory,
+        registers_host_memory(server_args),
+        NSAKVOffloadConfig.from_server_args(server_args).host_memory,
     )
     host_pool = NSAKVOnlyTokenToKVPoolHost(
         device_pool, memory, show_progress=model_runner.tp_rank == 0

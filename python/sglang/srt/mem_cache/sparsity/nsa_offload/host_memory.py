@@ -22,8 +22,8 @@ MEMORY_KINDS = ("managed", "pinned", "plain")
 MANAGED_PAGE_BYTES = 2 << 20
 # One registration over 512 GiB fails on some drivers.
 PIN_CHUNK_BYTES = 16 << 30
-# The kernel clears a page when it is first touched, and the device maps a managed one then.
-# Threads do it ahead; a piece is also the step of the progress bar.
+# A page is there once it is touched, and the device maps a managed one then. Several threads do
+# it ahead; a piece is also the step of the progress bar.
 TOUCH_PIECE_BYTES = 64 << 20
 MAX_TOUCH_THREADS = 8
 # Left to the operating system and to other processes, as SGLang's own host pools do.
@@ -72,7 +72,15 @@ def memory_for(device: torch.device, registered: bool, asked: Optional[str] = No
         return "plain"
     if asked is not None:
         return asked
-    return "pinned" if registered or not _shares_managed_memory(device) else "managed"
+    if registered:
+        return "pinned"
+    if not _shares_managed_memory(device):
+        logger.warning(
+            "The GPU cannot share managed memory with the CPU: host memory is pinned, and "
+            "scattered rows are read more slowly."
+        )
+        return "pinned"
+    return "managed"
 
 
 def _shares_managed_memory(device: torch.device) -> bool:
@@ -92,8 +100,9 @@ class HostBuffer:
 
     Args:
         nbytes: size; above zero.
-        memory: "managed" memory stays on the host and is mapped by the device; "pinned" memory
-            is registered with CUDA; "plain" memory is for machines without it.
+        memory: "managed" memory stays on the host and is mapped by the device, as FBGEMM's
+            ``new_managed_tensor`` is; "pinned" memory is registered with CUDA; "plain" memory is
+            for machines without it.
         device: that maps managed memory.
         chunk_bytes: size of one registration.
         show_progress: draw a bar while the memory is made.
@@ -115,25 +124,31 @@ class HostBuffer:
         self.memory = memory
         self._given: list[tuple[Callable, int]] = []  # how to give back, and what
         if memory == "managed":
-            self._mapping = _managed(nbytes, device, self._given)
+            mapping = _managed(nbytes, device, self._given)
         else:
-            self._mapping = mmap.mmap(-1, nbytes)
-        self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+            mapping = mmap.mmap(-1, nbytes)
+        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        # Runs when the buffer is dropped (the last view of managed memory, which is gone then), and
+        # at exit: a process that ends with memory still registered holds the device until the
+        # driver has cleaned up.
+        owner = mapping if memory == "managed" else self
+        self._finalizer = weakref.finalize(owner, _give_back, self._given)
         if memory != "plain":
             start = time.perf_counter()
-            self._fill(nbytes, chunk_bytes, show_progress)
+            try:
+                self._fill(nbytes, chunk_bytes, show_progress)
+            except BaseException:
+                self.close()
+                raise
             logger.info(
                 "Took %.2f GB of %s host memory in %.1f s.",
                 nbytes / 1e9,
                 memory,
                 time.perf_counter() - start,
             )
-        # Runs when the buffer is dropped, and at exit: a process that ends with memory still
-        # registered holds the device until the driver has cleaned up.
-        self._finalizer = weakref.finalize(self, _give_back, self._given)
 
     def _fill(self, nbytes: int, chunk_bytes: int, show_progress: bool) -> None:
-        """Have the kernel clear all pages now, and register them where they are to be pinned."""
+        """Touch all pages, and register them where they are to be pinned."""
         base = self.tensor.data_ptr()
         bar = tqdm(
             total=nbytes,
@@ -151,16 +166,15 @@ class HostBuffer:
                 for touched in pool.map(self._touch, pieces, ends):
                     bar.update(touched)
                 if self.memory == "pinned":
-                    self._register(base + start, size, f"{start / 1e9:.1f} of {nbytes / 1e9:.1f} GB")
+                    self._register(base + start, size, start, nbytes)
 
-    def _register(self, address: int, size: int, where: str) -> None:
+    def _register(self, address: int, size: int, start: int, nbytes: int) -> None:
         code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         if code != 0:
-            _give_back(self._given)
             _clear_cuda_error()
             raise RuntimeError(
-                f"cudaHostRegister failed with code {code} at {where}; check `ulimit -l` and "
-                "free host memory."
+                f"cudaHostRegister failed with code {code} at {start / 1e9:.1f} of "
+                f"{nbytes / 1e9:.1f} GB; check `ulimit -l` and free host memory."
             )
         self._given.append((torch.cuda.cudart().cudaHostUnregister, address))
 
@@ -174,10 +188,10 @@ class HostBuffer:
         return end - start
 
     def close(self) -> None:
-        """Give the memory back; safe to call twice.
+        """Give the memory back now; safe to call twice.
 
-        Managed memory is gone then, and nobody may read its views; the memory of the others
-        lives until their views are gone.
+        Managed memory is gone then, and nobody may read its views; other memory lives until its
+        views are gone.
         """
         self._finalizer()
 
@@ -189,9 +203,10 @@ def _managed(nbytes: int, device: torch.device, given: list) -> ctypes.Array:
     # Smaller pieces share pages, which are neither aligned nor zeros when they are used again.
     size = -(-nbytes // MANAGED_PAGE_BYTES) * MANAGED_PAGE_BYTES
     code, address = runtime.cudaMallocManaged(size, runtime.cudaMemAttachGlobal)
-    if int(code) == 0:
-        given.append((runtime.cudaFree, address))
-        places = runtime.cudaMemLocationType
+    _check(runtime, "cudaMallocManaged", code, nbytes)
+    given.append((runtime.cudaFree, address))
+    places = runtime.cudaMemLocationType
+    try:
         for advice, place, index in (
             ("SetPreferredLocation", places.cudaMemLocationTypeHost, 0),
             ("SetAccessedBy", places.cudaMemLocationTypeDevice, _index(device)),
@@ -200,16 +215,25 @@ def _managed(nbytes: int, device: torch.device, given: list) -> ctypes.Array:
             location.type, location.id = place, index
             advice = getattr(runtime.cudaMemoryAdvise, f"cudaMemAdvise{advice}")
             (code,) = runtime.cudaMemAdvise(address, size, advice, location)
-            if int(code) != 0:
-                break
-    if int(code) != 0:
+            _check(runtime, "cudaMemAdvise", code, nbytes)
+        # A fork would unmap the pages here as well (FBGEMM's uvm_mem_advice_dont_fork).
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_DONTFORK):
+            logger.warning("madvise failed: %s", os.strerror(ctypes.get_errno()))
+    except BaseException:
         _give_back(given)
-        _clear_cuda_error()
-        raise RuntimeError(
-            f"{nbytes / 1e9:.2f} GB of managed host memory failed with code {int(code)}; try "
-            "--decode-nsa-kv-offload-config '{\"host_memory\": \"pinned\"}'."
-        )
+        raise
     return (ctypes.c_uint8 * nbytes).from_address(address)
+
+
+def _check(runtime, call: str, code: int, nbytes: int) -> None:
+    if int(code) == 0:
+        return
+    runtime.cudaGetLastError()  # the next launch would find it
+    raise RuntimeError(
+        f"{call} failed with code {int(code)} for {nbytes / 1e9:.2f} GB of managed host memory; "
+        "lower host_size_gb in --decode-nsa-kv-offload-config, or add \"host_memory\": \"pinned\"."
+    )
 
 
 def _index(device: torch.device) -> int:

@@ -130,6 +130,7 @@ class OffloadMetrics:
             "tokens_limited_by": self._slot_limit,
             "host_rows": host_pool.size,
             "host_bytes": host_pool.size * host_pool.size_per_token,
+            "host_memory": host_pool.memory,
             "host_bytes_per_token": sizes.host_bytes_per_token,
             "device_bytes": sizes.device_bytes(tokens),
             "device_bytes_per_token": sizes.bytes_per_token,
