@@ -13,13 +13,13 @@ uint32_t shared_memory[(64 << 10) / 4];
 
 namespace {
 
-template <int... kEntries>
+template <int... kThreadEntries>
 const char* run_swap(int entries, const SwapParams& params, int batch, int order, unsigned seed) {
   const char* error = "no swap kernel of this size was built";
-  ((entries == kEntries
+  ((entries == kThreadEntries
         ? void(error = cuda_on_cpu::launch(
                    batch, kThreads, static_cast<cuda_on_cpu::Order>(order), seed, shared_memory,
-                   swap_shared_bytes(params.entries, params.lru_slots), [&] { swap_kernel<kThreads, kEntries>(params); }))
+                   swap_shared_bytes(params.entries, params.lru_slots), [&] { swap_kernel<kThreads, kThreadEntries>(params); }))
         : void()),
    ...);
   return error;

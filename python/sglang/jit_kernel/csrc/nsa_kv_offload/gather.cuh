@@ -68,7 +68,12 @@ copy_rows(const GatherParams& params, const int* host_slots, int count, const Ta
 /// Share out a list among warps in its order, evenly where it is short. Row i goes to `target_of(i)`.
 template <int kRowBytes, int kRows, typename TargetOf>
 __device__ __forceinline__ void copy_list(
-    const GatherParams& params, const int* host_slots, int num_rows, int warp, int num_warps, const TargetOf& target_of) {
+    const GatherParams& params,
+    const int* host_slots,
+    int num_rows,
+    int warp,
+    int num_warps,
+    const TargetOf& target_of) {
   const int even = (num_rows + num_warps - 1) / num_warps;
   const int share = even < kRows ? even : kRows;
   for (int first = warp * share; first < num_rows; first += num_warps * share) {

@@ -34,7 +34,7 @@ inline MissQueue view_queue(
       static_cast<int>(capacity.unwrap() / 2)};
 }
 
-template <int kThreads, int kEntries>
+template <int kThreads, int kThreadEntries>
 struct Swap {
   static void
   run(const tvm::ffi::TensorView topk,
@@ -93,7 +93,7 @@ struct Swap {
         " entries and ",
         lru_slots,
         " LRU slots exceed shared memory");
-    RuntimeCheck(entries <= kThreads * kEntries, entries, " entries are above ", kThreads * kEntries);
+    RuntimeCheck(entries <= kThreads * kThreadEntries, entries, " entries are above ", kThreads * kThreadEntries);
     // No window stands twice in a batch, and padded rows queue nothing.
     const int64_t requests = batch < N.unwrap() ? batch : N.unwrap();
     const int64_t most = requests * entries;
@@ -122,7 +122,7 @@ struct Swap {
         static_cast<int>(first_window_slot),
         static_cast<int>(window_slots)};
     LaunchKernel(batch, kThreads, device.unwrap(), swap_shared_bytes(entries, lru_slots))(
-        swap_kernel<kThreads, kEntries>, params);
+        swap_kernel<kThreads, kThreadEntries>, params);
   }
 };
 

@@ -180,30 +180,30 @@ __device__ __forceinline__ void count_hits(const SwapParams& params, const SwapS
 /// Entries of a thread are neighbours in the top-k, so that a thread-order scan ranks misses in top-k order.
 /// A load is issued as soon as its address is known, whether or not it will be needed: the kernel's time is
 /// the chain of loads that wait for each other.
-template <int kThreads, int kEntries>
+template <int kThreads, int kThreadEntries>
 __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params) {
   extern __shared__ uint32_t shared_memory[];
   SwapShared& shared = *reinterpret_cast<SwapShared*>(shared_memory);
   uint16_t* victims = reinterpret_cast<uint16_t*>(&shared + 1);
   uint32_t* mark_words = reinterpret_cast<uint32_t*>(victims + (params.entries + 1) / 2 * 2);
   uint8_t* marks = reinterpret_cast<uint8_t*>(mark_words);
-  static_assert(kThreads % kWarpSize == 0 && kThreads <= kMaxWarps * kWarpSize && kEntries <= 32);
+  static_assert(kThreads % kWarpSize == 0 && kThreads <= kMaxWarps * kWarpSize && kThreadEntries <= 32);
 
   device::PDLTriggerSecondary<true>();  // the gather may take its places; it waits for the end of all this
   const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int64_t row = blockIdx.x;
   const int32_t* topk = params.topk + row * params.entries;
   int32_t* page_table = params.page_table + row * params.entries;
-  const int first_entry = thread * kEntries;
-  int positions[kEntries];
+  const int first_entry = thread * kThreadEntries;
+  int positions[kThreadEntries];
 #pragma unroll
-  for (int e = 0; e < kEntries; ++e) positions[e] = first_entry + e < params.entries ? topk[first_entry + e] : -1;
+  for (int e = 0; e < kThreadEntries; ++e) positions[e] = first_entry + e < params.entries ? topk[first_entry + e] : -1;
 
   const int64_t window = params.batch_windows[row];
   if (window < 0) {
     // A padded row reads the dummy slot 0, as in the base, and owns nothing.
 #pragma unroll
-    for (int e = 0; e < kEntries; ++e) {
+    for (int e = 0; e < kThreadEntries; ++e) {
       if (first_entry + e < params.entries) page_table[first_entry + e] = positions[e] < 0 ? -1 : 0;
     }
     return;
@@ -213,9 +213,9 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
   int32_t* position_at = params.position_at_offset + window * params.lru_slots;
   uint16_t* last_used = params.last_used + window * params.lru_slots;
   const int32_t* host_slot_of = params.req_to_token + params.request_rows[row] * params.row_stride;
-  int offsets[kEntries];
+  int offsets[kThreadEntries];
 #pragma unroll
-  for (int e = 0; e < kEntries; ++e) {
+  for (int e = 0; e < kThreadEntries; ++e) {
     const bool in_table = positions[e] >= 0 && positions[e] < params.context;
     offsets[e] = in_table ? offset_of[positions[e]] : kAbsent;
   }
@@ -228,9 +228,9 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
   for (int i = thread; i < (params.lru_slots + kMarksPerWord - 1) / kMarksPerWord; i += kThreads) mark_words[i] = 0;
   // Of entries with the same position the one whose claim stays loads the row; the others read its offset below.
   unsigned absent = 0;
-  int host_slots[kEntries];
+  int host_slots[kThreadEntries];
 #pragma unroll
-  for (int e = 0; e < kEntries; ++e) {
+  for (int e = 0; e < kThreadEntries; ++e) {
     if (positions[e] < 0 || positions[e] >= first_in_ring || offsets[e] >= 0) continue;
     absent |= 1u << e;
     offset_of[positions[e]] = static_cast<int16_t>(kClaimed - (first_entry + e));
@@ -239,17 +239,17 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
   const bool any_absent = __syncthreads_or(absent != 0);
 
   OwnMarks<kThreads> own_marks(mark_words, last_used, position_at, params.lru_slots);
-  int claims[kEntries];
+  int claims[kThreadEntries];
   if (any_absent) {
 #pragma unroll
-    for (int e = 0; e < kEntries; ++e) claims[e] = absent >> e & 1 ? offset_of[positions[e]] : kAbsent;
+    for (int e = 0; e < kThreadEntries; ++e) claims[e] = absent >> e & 1 ? offset_of[positions[e]] : kAbsent;
     own_marks.load_first();
   }
   // With drafts all slots are marked as theirs first: of equal entries one may be a draft's and one not.
   const bool has_drafts = params.lasting < params.entries;
   unsigned num_hits = 0, num_in_ring = 0;
 #pragma unroll
-  for (int e = 0; e < kEntries; ++e) {
+  for (int e = 0; e < kThreadEntries; ++e) {
     if (first_entry + e >= params.entries || (absent >> e & 1)) continue;
     int slot = -1;
     if (positions[e] >= first_in_ring) {
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
   if (has_drafts) {
     __syncthreads();
 #pragma unroll
-    for (int e = 0; e < kEntries; ++e) {
+    for (int e = 0; e < kThreadEntries; ++e) {
       const bool lasts = first_entry + e < params.lasting && positions[e] >= 0 && positions[e] < first_in_ring;
       if (lasts && offsets[e] >= 0) marks[offsets[e]] = kUsed;
     }
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
 
   unsigned missed = 0;
 #pragma unroll
-  for (int e = 0; e < kEntries; ++e) {
+  for (int e = 0; e < kThreadEntries; ++e) {
     const bool claimed = (absent >> e & 1) && claims[e] == kClaimed - (first_entry + e);
     missed |= static_cast<unsigned>(claimed) << e;
   }
@@ -295,9 +295,9 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
     atomicAdd(&params.counters[2], static_cast<unsigned long long>(misses.total));
     queued_before = atomicAdd(&queue.state[kMisses], misses.total);
   }
-  uint32_t wanted_before[kEntries];
+  uint32_t wanted_before[kThreadEntries];
 #pragma unroll
-  for (int e = 0; e < kEntries; ++e) {
+  for (int e = 0; e < kThreadEntries; ++e) {
     if (!(missed >> e & 1)) continue;
     wanted_before[e] = atomicOr(&queue.wanted[host_slots[e] / 32], 1u << (host_slots[e] % 32));
   }
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
 
   int rank = misses.before, index = shared.queued_before + misses.before;
 #pragma unroll
-  for (int e = 0; e < kEntries; ++e) {
+  for (int e = 0; e < kThreadEntries; ++e) {
     if (!(missed >> e & 1)) continue;
     offsets[e] = victims[rank++];
     offset_of[positions[e]] = static_cast<int16_t>(offsets[e]);
@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
   const unsigned duplicate = absent & ~missed;
   if (!__syncthreads_or(duplicate != 0)) return;
 #pragma unroll
-  for (int e = 0; e < kEntries; ++e) {
+  for (int e = 0; e < kThreadEntries; ++e) {
     if (!(duplicate >> e & 1)) continue;
     const int offset = offset_of[positions[e]];
     page_table[first_entry + e] = window_slot + offset;
