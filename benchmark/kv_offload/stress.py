@@ -136,10 +136,9 @@ def long_requests(args) -> dict:
         engine.idle_checks()
         coordinator = engine.scheduler.req_to_token_pool.sparse_coordinator
         coordinator.check_idle()
-        counters = coordinator.lru.counters.tolist()
+        counters, memory = coordinator.lru.counters.tolist(), coordinator.host_pool.memory
     misses = sum(layer[2] for layer in counters) / sum(map(sum, counters))
-    row = {"requests": len(lengths), "miss_rate": round(misses, 4), "counters": counters}
-    row["host_memory"] = coordinator.host_pool.memory
+    row = {"requests": len(lengths), "host_memory": memory, "miss_rate": round(misses, 4), "counters": counters}
     return {**row, "seconds": round(time.time() - begin, 1)}
 
 
