@@ -390,7 +390,7 @@ class TestFaults(CustomTestCase):
         "a load stays old": ("swap.cuh", "params.lasting ? now :", "0 ? now :"),
         "a draft's hit is a use": ("swap.cuh", "has_drafts ? kTouched : kUsed;", "kUsed;"),
         "a draft's mark stays": ("swap.cuh", "if (lasts && offsets[e] >= 0) marks[offsets[e]] = kUsed;", ""),
-        "no barrier after the drafts' marks": ("swap.cuh", "    __syncthreads();\n#pragma unroll\n    for (int e = 0; e < kEntries; ++e) {\n      const bool lasts", "#pragma unroll\n    for (int e = 0; e < kEntries; ++e) {\n      const bool lasts"),
+        "no barrier after the drafts' marks": ("swap.cuh", "    __syncthreads();\n#pragma unroll\n    for (int e = 0; e < kThreadEntries; ++e) {\n      const bool lasts", "#pragma unroll\n    for (int e = 0; e < kThreadEntries; ++e) {\n      const bool lasts"),
         "a draft's load is a use": ("swap.cuh", "static_cast<uint16_t>(now - kDraftAge)", "now"),
         "a shared load keeps the draft's age": ("swap.cuh", "if (first_entry + e < params.lasting) last_used[offset] = now;", ""),
         "youngest first": ("swap.cuh", "if (bucket < boundary ||", "if (bucket > boundary ||"),
