@@ -17,6 +17,7 @@ from tiny_model import TinySpec, write_checkpoint
 import torch
 from sglang.srt.layers.attention.nsa.nsa_offload_backend import NSAOffloadIndexerMetadata
 from sglang.srt.layers.attention.nsa_backend import NSAIndexerMetadata
+from sglang.srt.mem_cache.sparsity.nsa_offload import factory, host_memory
 from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
 from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator
 from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
@@ -212,6 +213,30 @@ class TestLayerSwap(CustomTestCase):
             self.turns.clear()
             self.attention(layer_id, topk)
             self.assertEqual(self.turns, ["allocate", "load_begin", layer_id, "load_end"])
+
+
+class TestFactory(CustomTestCase):
+    def attached(self, **settings):
+        """The kind of memory that the host pool is made of, by a GPU that shares managed memory."""
+        args = SimpleNamespace(disable_radix_cache=True, **settings)
+        runner = mock.MagicMock(server_args=args)
+        runner.token_to_kv_pool.device = "cuda"
+        config = SimpleNamespace(host_memory=None)
+        with (
+            mock.patch.object(factory.NSAKVOffloadConfig, "from_server_args", return_value=config),
+            mock.patch.object(host_memory, "_shares_managed_memory", return_value=True),
+            mock.patch.object(factory, "NSAKVOnlyTokenToKVPoolHost") as pool,
+            mock.patch.object(factory, "NSAOffloadCoordinator"),
+            mock.patch.object(factory.logger, "info"),
+        ):
+            factory.attach_nsa_kv_offload(runner)
+        return pool.call_args.args[1]
+
+    def test_pool_that_a_transfer_engine_registers_is_pinned(self):
+        self.assertEqual(self.attached(disaggregation_mode="null", disaggregation_transfer_backend="mooncake"), "managed")
+        for backend, memory in (("mooncake", "pinned"), ("nixl", "pinned"), ("fake", "managed")):
+            settings = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": backend}
+            self.assertEqual(self.attached(**settings), memory, backend)
 
 
 if __name__ == "__main__":

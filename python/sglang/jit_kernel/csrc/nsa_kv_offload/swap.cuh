@@ -68,7 +68,7 @@ struct OwnMarks {
   const int32_t* position_at;
   int first, end, lru_slots;
   uint16_t stamps[kMarksPerWord];
-  int held[kMarksPerWord];
+  int held[kMarksPerWord];  // positions in the slots of the first word, -1 for none
 
   __device__ __forceinline__
   OwnMarks(uint32_t* words, uint16_t* last_used, const int32_t* position_at, int lru_slots)

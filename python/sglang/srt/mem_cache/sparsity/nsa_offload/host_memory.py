@@ -16,9 +16,11 @@ import psutil
 import torch
 from tqdm import tqdm
 
+from sglang.srt.mem_cache.sparsity.nsa_offload.config import HOST_MEMORY
+
 logger = logging.getLogger(__name__)
 
-MEMORY_KINDS = ("managed", "pinned", "plain")
+MEMORY_KINDS = (*HOST_MEMORY, "plain")
 MANAGED_PAGE_BYTES = 2 << 20
 # One registration over 512 GiB fails on some drivers.
 PIN_CHUNK_BYTES = 16 << 30
@@ -96,7 +98,8 @@ class HostBuffer:
     """Page-aligned, zeroed host memory that the device can address.
 
     It takes ``nbytes``, managed memory in whole pages of 2 MB (the caching pinned allocator of
-    torch rounds up to a power of two), and starts as zeros, so a row that was never written decodes to zeros and not to NaN.
+    torch rounds up to a power of two), and starts as zeros, so a row that was never written
+    decodes to zeros and not to NaN.
 
     Args:
         nbytes: size; above zero.
@@ -109,6 +112,7 @@ class HostBuffer:
 
     Raises:
         RuntimeError: CUDA refused; what it had given is given back.
+        ValueError: an unknown kind of memory.
     """
 
     def __init__(
@@ -207,13 +211,13 @@ def _managed(nbytes: int, device: torch.device, given: list) -> ctypes.Array:
     given.append((runtime.cudaFree, address))
     places = runtime.cudaMemLocationType
     try:
-        for advice, place, index in (
+        for name, place, index in (
             ("SetPreferredLocation", places.cudaMemLocationTypeHost, 0),
             ("SetAccessedBy", places.cudaMemLocationTypeDevice, _index(device)),
         ):
             location = runtime.cudaMemLocation()
             location.type, location.id = place, index
-            advice = getattr(runtime.cudaMemoryAdvise, f"cudaMemAdvise{advice}")
+            advice = getattr(runtime.cudaMemoryAdvise, f"cudaMemAdvise{name}")
             (code,) = runtime.cudaMemAdvise(address, size, advice, location)
             _check(runtime, "cudaMemAdvise", code, nbytes)
         # A fork would unmap the pages here as well (FBGEMM's uvm_mem_advice_dont_fork).
