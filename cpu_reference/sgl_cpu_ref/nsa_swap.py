@@ -16,6 +16,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent / "cuda_on_cpu"
 THREADS = 64
+TABLE_SLOTS = 64  # few, so that positions share places
 # Instances that every library has; others are built when they are asked for.
 ENTRIES, ROW_BYTES = (1, 2), (656, 1152)
 ORDERS = {"forward": 0, "backward": 1, "chance": 2}
@@ -43,14 +44,13 @@ class _SwapParams(ctypes.Structure):
                 "seq_lens",
                 "ring_begin",
                 "req_to_token",
-                "offset_of_position",
                 "position_at_offset",
                 "last_used",
                 "counters",
                 "page_table",
             )
         ]
-        + [("queue", _MissQueue), ("row_stride", ctypes.c_int64), ("context", ctypes.c_int64)]
+        + [("queue", _MissQueue), ("row_stride", ctypes.c_int64)]
         + [(name, ctypes.c_int) for name in ("entries", "lasting", "lru_slots", "ring_slots", "first_window_slot", "window_slots")]
     )
 
@@ -125,17 +125,16 @@ class _Swap:
         self._library, self._size, self._order, self._seed = library, size, order, seed
 
     def run(self, topk, windows, rows, seq_lens, ring_begin, req_to_token, *rest) -> None:
-        offset_of, position_at, last_used, counters, page_table, *queue = rest[:-4]
+        position_at, last_used, counters, page_table, *queue = rest[:-4]
         lasting, ring_slots, first_window_slot, window_slots = rest[-4:]
-        _check_contiguous(topk, windows, rows, seq_lens, offset_of, position_at, last_used, page_table)
+        _check_contiguous(topk, windows, rows, seq_lens, position_at, last_used, page_table)
         _check_dtype(torch.int32, topk, windows, rows, seq_lens, ring_begin, req_to_token, position_at, page_table)
-        _check_dtype(torch.int16, offset_of, last_used)
-        tensors = (topk, windows, rows, seq_lens, ring_begin, req_to_token, offset_of, position_at, last_used, counters)
+        _check_dtype(torch.int16, last_used)
+        tensors = (topk, windows, rows, seq_lens, ring_begin, req_to_token, position_at, last_used, counters)
         params = _SwapParams(
             *(tensor.data_ptr() for tensor in (*tensors, page_table)),
             _queue(queue),
             req_to_token.stride(0),
-            offset_of.shape[1],
             topk.shape[1],
             lasting,
             last_used.shape[1],
@@ -209,7 +208,8 @@ def _build(sources: Path, digest: str, entries: str, row_bytes: str) -> ctypes.C
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
         command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{sources}", f"-I{HERE}"]
-        command += [f"-DENTRIES={entries}", f"-DROW_BYTES={row_bytes}", str(HERE / "nsa_kv_offload.cpp"), "-o", str(made)]
+        command += [f"-DENTRIES={entries}", f"-DROW_BYTES={row_bytes}"]
+        command += [f"-DTABLE_SLOTS={TABLE_SLOTS}", str(HERE / "nsa_kv_offload.cpp"), "-o", str(made)]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
             raise KernelError(run.stderr)

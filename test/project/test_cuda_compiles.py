@@ -9,8 +9,8 @@ import pytest
 
 SGLANG = Path(__file__).resolve().parents[2] / "build" / "sglang" / "python" / "sglang"
 INSTANCES = (
-    "Swap<1024, 2>",  # DeepSeek-V3.2's top-k
-    "Swap<1024, 4>",  # two lists of it; of more, values spill to the stack
+    "Swap<1024, 2, 32768>",  # DeepSeek-V3.2's top-k
+    "Swap<1024, 4, 32768>",  # two lists of it; of more, values spill to the stack
     "Gather<512, 656, 4>",  # fp8 rows
     "Gather<512, 1152, 4>",  # bf16 rows
     "Store<512, 656, 4>",
@@ -39,11 +39,11 @@ struct Tensor {
 
 int main() {
   Tensor topk({0, 2048}, kDLInt, 32), none({0}, kDLInt, 32), lengths({0}, kDLInt, 32), windows({9}, kDLInt, 32);
-  Tensor rows({40, 33000}, kDLInt, 32), offsets({9, 32772}, kDLInt, 16), positions({9, 4096}, kDLInt, 32);
+  Tensor rows({40, 33000}, kDLInt, 32), positions({9, 4096}, kDLInt, 32);
   Tensor stamps({9, 4096}, kDLInt, 16), counters({3}, kDLInt, 64), list({18 * 2048}, kDLInt, 32);
   Tensor wanted({313}, kDLInt, 32), target({10000}, kDLInt, 32), state({4}, kDLInt, 32);
-  nsa_kv_offload::Swap<1024, 2>::run(
-      topk, none, none, lengths, windows, rows, offsets, positions, stamps, counters, topk, list, list, wanted, target, state,
+  nsa_kv_offload::Swap<1024, 2, 32768>::run(
+      topk, none, none, lengths, windows, rows, positions, stamps, counters, topk, list, list, wanted, target, state,
       2048, 64, 64, 4160);
   Tensor host({10000, 656}, kDLUInt, 8, kDLCPU), device({40000, 656}, kDLUInt, 8);
   try {

@@ -16,10 +16,14 @@ def age_bucket(age: int) -> int:
     return 16 + (exponent - 4) * 8 + (age >> (exponent - 3)) % 8
 
 
+def offsets(position_at: torch.Tensor) -> dict:
+    """Window offset of each position that a window holds: ``{position: offset}``."""
+    return {position: offset for offset, position in enumerate(position_at.tolist()) if position >= 0}
+
+
 def swap(case: SimpleNamespace) -> SimpleNamespace:
     """Expected tables, page table, counts and loads ``{(host slot, device slot)}`` of a case."""
     out = SimpleNamespace(
-        offset_of_position=case.offset_of_position.clone(),
         position_at_offset=case.position_at_offset.clone(),
         last_used=case.last_used.clone(),
         counters=case.counters.clone(),
@@ -33,11 +37,11 @@ def swap(case: SimpleNamespace) -> SimpleNamespace:
             continue
         seq_len = int(case.seq_lens[b])
         base = RING_WINDOW_BASE + window * case.window_slots
-        offset_of = {p: int(case.offset_of_position[window, p]) for p in range(case.context)}
+        offset_of = offsets(case.position_at_offset[window])
         first_in_ring = max(int(case.ring_begin[window]), seq_len - case.ring_slots)
         in_lru = [p for p in topk if 0 <= p < first_in_ring]
-        touched = {offset_of[p] for p in in_lru if offset_of[p] >= 0}
-        misses = list(dict.fromkeys(p for p in in_lru if offset_of[p] < 0))
+        touched = {offset_of[p] for p in in_lru if p in offset_of}
+        misses = list(dict.fromkeys(p for p in in_lru if p not in offset_of))
         free = [o for o in range(case.lru_slots) if o not in touched]
         stamps = case.last_used[window].tolist()
         bucket = {o: age_bucket((seq_len - stamps[o]) % 65536) for o in free}
@@ -45,16 +49,12 @@ def swap(case: SimpleNamespace) -> SimpleNamespace:
         boundary = min((bucket[o] for o in chosen), default=0)
         victims = sorted(chosen, key=lambda o: (bucket[o] == boundary, o))
         for victim, position in zip(victims, misses):
-            evicted = int(case.position_at_offset[window, victim])
-            if evicted >= 0:
-                out.offset_of_position[window, evicted] = -1
-        for victim, position in zip(victims, misses):
-            out.offset_of_position[window, position] = victim
             out.position_at_offset[window, victim] = position
             host_slot = int(case.req_to_token[case.request_rows[b], position])
             out.loads.append((host_slot, base + victim))
         # What only drafts select is no younger than before, and enters older than what was used of late.
-        lasting = {int(out.offset_of_position[window, p]) for p in topk[: case.lasting] if p in in_lru}
+        now_at = offsets(out.position_at_offset[window])
+        lasting = {now_at[p] for p in topk[: case.lasting] if p in in_lru}
         for offset in lasting | set(victims):
             age = 0 if offset in lasting else 16384
             out.last_used[window, offset] = (seq_len - age + 32768) % 65536 - 32768
@@ -62,19 +62,19 @@ def swap(case: SimpleNamespace) -> SimpleNamespace:
             if p >= first_in_ring:
                 out.page_table[b, i] = base + case.lru_slots + p % case.ring_slots
             elif p >= 0:
-                out.page_table[b, i] = base + int(out.offset_of_position[window, p])
+                out.page_table[b, i] = base + now_at[p]
         in_ring = sum(p >= first_in_ring for p in topk)
-        hits = sum(p in in_lru and offset_of[p] >= 0 for p in topk)
+        hits = sum(p in in_lru and p in offset_of for p in topk)
         out.counters += torch.tensor([hits, in_ring, len(misses)])
     return out
 
 
 SHAPES = (  # (top-k, LRU slots, ring slots, context)
     (64, 64, 64, 300),
-    (16, 70, 3, 200),
+    (16, 72, 3, 200),
     (24, 192, 64, 500),
-    (100, 191, 1, 260),
-    (7, 7, 5, 64),
+    (100, 192, 1, 260),
+    (7, 8, 5, 64),
     (33, 100, 64, 129),
     (128, 1024, 64, 2000),
 )
@@ -92,7 +92,6 @@ def random_case(seed: int, batch: int = 4, shape=None, stale: bool = False, dupl
     windows = batch + 2
     case = SimpleNamespace(k=k, lru_slots=lru_slots, ring_slots=ring_slots, context=context)
     case.window_slots = lru_slots + ring_slots
-    case.offset_of_position = torch.full((windows, context), -1, dtype=torch.int16)
     case.position_at_offset = torch.full((windows, lru_slots), -1, dtype=torch.int32)
     case.last_used = torch.zeros((windows, lru_slots), dtype=torch.int16)
     case.counters = torch.tensor([5, 6, 7])
@@ -108,7 +107,6 @@ def random_case(seed: int, batch: int = 4, shape=None, stale: bool = False, dupl
             case.topk[b, place] = position
         held = rng.sample(range(context), min(context, rng.choice((lru_slots, lru_slots // 2, 0))))
         for position, offset in zip(held, rng.sample(range(lru_slots), len(held))):
-            case.offset_of_position[window, position] = offset
             case.position_at_offset[window, offset] = position
         span = rng.choice((4, 40, 400))
         ages = [1 + rng.randrange(span) for _ in range(lru_slots)]

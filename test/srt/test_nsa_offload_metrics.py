@@ -22,7 +22,6 @@ SIZES = OffloadSizes(
     staging_slots=0,
     num_layers=LAYERS,
     row_bytes=656,
-    max_context=516,
     page_size=64,
     top_k=64,
 )

@@ -24,7 +24,6 @@ SIZES = OffloadSizes(
     staging_slots=8 * PAGE,
     num_layers=LAYERS,
     row_bytes=656,
-    max_context=516,
     page_size=PAGE,
     top_k=16,
 )

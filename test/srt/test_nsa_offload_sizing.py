@@ -28,7 +28,7 @@ class TestSizes(CustomTestCase):
                     sizes = dataclasses.replace(SIZES, num_windows=windows, row_bytes=spec[2])
                     pool = make_pool(*spec, sizes=sizes)
                     lru = LRUCacheState(
-                        LAYERS, windows, sizes.lru_slots, sizes.ring_slots, sizes.max_context, DEVICE
+                        LAYERS, windows, sizes.lru_slots, sizes.ring_slots, DEVICE
                     )
                     tables = staging.PrefillStaging(sizes, TOKENS // PAGE, DEVICE)
                     owned = [
@@ -126,7 +126,6 @@ class TestConfigurator(CustomTestCase):
         self.assertGreater(sizes.device_bytes(tokens + 2 * PAGE), 0.1e9)
         self.assertEqual(sizes.num_windows, 9)
         self.assertEqual((sizes.lru_slots, sizes.ring_slots), (128, 64))
-        self.assertEqual(sizes.max_context, 1004)
 
     def test_speculation(self):
         """Windows hold the top-k of every query, rows of the draft layer stay on the device."""
@@ -134,7 +133,7 @@ class TestConfigurator(CustomTestCase):
             speculative_algorithm="EAGLE", speculative_num_draft_tokens=4, max_running_requests=2
         )
         self.assertEqual((sizes.lru_slots, sizes.queries, sizes.swap_entries), (256, 4, 256))
-        self.assertEqual((sizes.max_context, sizes.draft_layers), (1008, 1))
+        self.assertEqual(sizes.draft_layers, 1)
         self.assertGreater(sizes.device_bytes(tokens + 2 * PAGE), 0.1e9)
 
     def test_more_tokens_than_dense_at_equal_bytes(self):

@@ -26,7 +26,6 @@ SIZES = OffloadSizes(
     staging_slots=2 * PAGE,
     num_layers=LAYERS,
     row_bytes=656,
-    max_context=CONTEXT,
     page_size=PAGE,
     top_k=K,
     queries=2,
@@ -237,7 +236,7 @@ class Decode:
         adaptor_module, controller_module, lru_module = modules
         self.pools = Pools(*spec, controller_module)
         self.lru = lru_module.LRUCacheState(
-            LAYERS, SIZES.num_windows, SIZES.lru_slots, SIZES.ring_slots, CONTEXT, DEVICE
+            LAYERS, SIZES.num_windows, SIZES.lru_slots, SIZES.ring_slots, DEVICE
         )
         self.req_to_token = torch.zeros((5, CONTEXT), dtype=torch.int32, device=DEVICE)
         self.adaptor = adaptor_module.NSAOffloadBackendAdaptor(
@@ -331,7 +330,6 @@ class Decode:
             slots(*[int(self.req_to_token[self.owner[w][1], n]) for w, n in new]),
         )
         self.pools.controller.forward_begin()
-        self.lru.check_integrity()
 
     def check_rows(self, layer, batch, topk, table):
         for window, positions, found in zip(batch, topk, table.tolist()):
@@ -481,7 +479,7 @@ class TestFaultsAreSeen(CustomTestCase):
         "host slots of one request for all": (adaptor, "            request_rows,\n", "            request_rows * 0 + 1,\n"),
         "misses not loaded": (adaptor, "self._controller.load_layer(layer_id, self._queue)", "self._queue.state.zero_(), self._queue.wanted.zero_()"),
         "every layer uses the residency of layer 0": (adaptor, "self._lru.prepare_layer_swap(\n            layer_id,", "self._lru.prepare_layer_swap(\n            0,"),
-        "former owner's mapping stays": (lru_cache, "self.offset_of_position[:, windows] = -1", "pass"),
+        "former owner's mapping stays": (lru_cache, "self.position_at_offset[:, windows] = -1", "pass"),
         "windows one apart": (lru_cache, "self.lru_slots + self.ring_slots,", "1,"),
         "window area begins at the padding": (adaptor, "            self._first_window_slot,\n", "            0,\n"),
         "one layer loaded": (controller, "self._rows(self._device_kv[layer])", "self._rows(self._device_kv[0])"),

@@ -27,8 +27,14 @@
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
+};
+struct alignas(16) int4 {
+  int32_t x, y, z, w;
 };
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -161,7 +167,8 @@ inline void abandon_fibers() {
   for (Fiber& fiber : machine.fibers) fiber.begun = false;
 }
 
-// Run a kernel; returns null, or what went wrong. Shared memory starts as noise in every block.
+// Run a kernel; returns null, or what went wrong. Shared memory starts as noise in every block; by chance, as on a GPU,
+// as the block before left it.
 inline const char* launch(
     int blocks, int threads, Order order, unsigned seed, void* shared, size_t shared_bytes, std::function<void()> kernel) {
   machine.kernel = std::move(kernel);
@@ -172,7 +179,7 @@ inline const char* launch(
   blockDim.x = static_cast<unsigned>(threads);
   for (int i = 0; i < blocks && machine.error == nullptr; ++i) {
     blockIdx.x = static_cast<unsigned>(order == kBackward ? blocks - 1 - i : i);
-    memset(shared, 0xcd, shared_bytes);
+    if (order != kByChance || machine.random() % 2) memset(shared, 0xcd, shared_bytes);
     run_block(order);
   }
   if (machine.error != nullptr) abandon_fibers();
@@ -240,15 +247,17 @@ inline T atomicOr(T* address, U value) {
 }
 
 template <typename T>
+inline T atomicCAS(T* address, T expected, T value) {
+  const T old = *address;
+  if (old == expected) *address = value;
+  return old;
+}
+
+template <typename T>
 inline T __ldcs(const T* address) {
   return *address;
 }
 
-inline unsigned __vcmpgtu4(unsigned a, unsigned b) {
-  unsigned bytes = 0;
-  for (int shift = 0; shift < 32; shift += 8) bytes |= (a >> shift & 0xff) > (b >> shift & 0xff) ? 0xffu << shift : 0;
-  return bytes;
-}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }

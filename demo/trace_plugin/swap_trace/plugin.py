@@ -40,7 +40,7 @@ class _Watch:
     def begun(self, result, coordinator, req, first_position: int = 0) -> None:
         if self._trace is None:
             lru = coordinator.lru
-            self._trace = SwapTrace(lru.num_layers, lru.num_windows, lru.offset_of_position.shape[2])
+            self._trace = SwapTrace(lru.num_layers, lru.num_windows, coordinator.req_to_token_pool.req_to_token.shape[1])
         window = coordinator._leases[req.req_pool_idx].window.index
         self._trace.begin(window, req.rid, first_position)
 

@@ -1,7 +1,7 @@
 """CUDA kernels of decode KV offloading: top-k rows into device windows, new rows to the host.
 
 A swap is two launches a layer. ``swap_topk`` (a block a request) splits the top-k into hits and
-misses by a direct table, gives the misses the least recently used slots, keeps the tables, and
+misses by a table of the top-k in shared memory, gives the misses the least recently used slots, keeps the tables, and
 queues what to load; ``gather_misses`` copies the queue's rows over as many blocks as fill the link.
 Its launch overlaps the swap, and waits for the swap's end before it reads: that is their only
 barrier. Both read on the device how much there is to do, so a CUDA graph can replay them.
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tvm_ffi.module import Module
 
 SWAP_THREADS = 1024
+# Of the table of a top-k in shared memory. Positions so far apart share a place and take turns.
+SWAP_TABLE_SLOTS = 1 << 15
 GATHER_THREADS = 512
 # Fewer do not fill the link; rows in flight of more share fewer translations.
 GATHER_BLOCKS = 20
@@ -36,14 +38,7 @@ STORE_UNITS_IN_FLIGHT = 4  # a thread
 ORDER_MIN_ROWS = 1024
 ORDER_MIN_ROWS_MANAGED = 16384
 _NUM_STATES = 4
-# Shared memory of a swap's block: its own, two bytes an entry, a byte an LRU slot.
-_SHARED_BYTES, _OWN_SHARED_BYTES = 48 << 10, 644
 MAX_WINDOW_SLOTS = 1 << 15  # window offsets are int16
-
-
-def max_lru_slots(entries: int) -> int:
-    """The most LRU slots of a window whose request has so many entries in one swap."""
-    return min(MAX_WINDOW_SLOTS, _SHARED_BYTES - _OWN_SHARED_BYTES - 2 * (entries + entries % 2))
 
 
 class MissQueue:
@@ -110,7 +105,6 @@ def swap_topk(
     seq_lens: torch.Tensor,
     ring_begin: torch.Tensor,
     req_to_token: torch.Tensor,
-    offset_of_position: torch.Tensor,
     position_at_offset: torch.Tensor,
     last_used: torch.Tensor,
     counters: torch.Tensor,
@@ -141,8 +135,8 @@ def swap_topk(
         seq_lens: ``[B]`` int32 length with this step's tokens; grows from step to step.
         ring_begin: ``[num_windows]`` int32 first position that decoding wrote to the ring.
         req_to_token: ``[rows, >= context]`` int32 host slots.
-        offset_of_position: ``[num_windows, context]`` int16, -1 where not resident; changed.
-        position_at_offset: ``[num_windows, lru_slots]`` int32, -1 where empty; changed.
+        position_at_offset: ``[num_windows, lru_slots]`` int32, -1 where empty, no position twice in a
+            window; lru_slots a multiple of 4; changed.
         last_used: ``[num_windows, lru_slots]`` int16, low bits of the length at the last use;
             changed.
         counters: ``[3]`` int64; hits, ring hits and misses (each load once) are added.
@@ -164,7 +158,6 @@ def swap_topk(
         seq_lens,
         ring_begin,
         req_to_token,
-        offset_of_position,
         position_at_offset,
         last_used,
         counters,
@@ -225,7 +218,7 @@ def store_rows(
 
 @cache_once
 def _swap_module(top_k: int) -> Module:
-    args = make_cpp_args(SWAP_THREADS, -(-top_k // SWAP_THREADS))
+    args = make_cpp_args(SWAP_THREADS, -(-top_k // SWAP_THREADS), SWAP_TABLE_SLOTS)
     return load_jit(
         "nsa_kv_offload_swap",
         *args,

@@ -34,7 +34,7 @@ inline MissQueue view_queue(
       static_cast<int>(capacity.unwrap() / 2)};
 }
 
-template <int kThreads, int kThreadEntries>
+template <int kThreads, int kThreadEntries, int kTableSlots>
 struct Swap {
   static void
   run(const tvm::ffi::TensorView topk,
@@ -43,7 +43,6 @@ struct Swap {
       const tvm::ffi::TensorView seq_lens,
       const tvm::ffi::TensorView ring_begin,
       const tvm::ffi::TensorView req_to_token,
-      const tvm::ffi::TensorView offset_of_position,
       const tvm::ffi::TensorView position_at_offset,
       const tvm::ffi::TensorView last_used,
       const tvm::ffi::TensorView counters,
@@ -61,7 +60,6 @@ struct Swap {
     auto B = SymbolicSize{"batch"};
     auto E = SymbolicSize{"entries"};
     auto N = SymbolicSize{"windows"};
-    auto C = SymbolicSize{"context"};
     auto W = SymbolicSize{"LRU slots"};
     auto R = SymbolicSize{"request row stride"};
     auto device = SymbolicDevice{};
@@ -78,7 +76,6 @@ struct Swap {
         .with_dtype<int32_t>()
         .with_device<kDLCUDA>(device)
         .verify(req_to_token);
-    TensorMatcher({N, C}).with_dtype<int16_t>().with_device<kDLCUDA>(device).verify(offset_of_position);
     TensorMatcher({N, W}).with_dtype<int32_t>().with_device<kDLCUDA>(device).verify(position_at_offset);
     TensorMatcher({N, W}).with_dtype<int16_t>().with_device<kDLCUDA>(device).verify(last_used);
     TensorMatcher({3}).with_dtype<int64_t>().with_device<kDLCUDA>(device).verify(counters);
@@ -86,13 +83,9 @@ struct Swap {
     const int entries = static_cast<int>(E.unwrap());
     const int lru_slots = static_cast<int>(W.unwrap());
     RuntimeCheck(entries <= lru_slots && lru_slots <= 1 << 15, entries, " entries over ", lru_slots, " LRU slots");
-    RuntimeCheck(entries < 1 << 15, entries, " entries do not fit the 16-bit claims");
-    RuntimeCheck(
-        swap_shared_bytes(entries, lru_slots) <= 48 << 10,
-        entries,
-        " entries and ",
-        lru_slots,
-        " LRU slots exceed shared memory");
+    RuntimeCheck(lru_slots % kMarksPerWord == 0, lru_slots, " LRU slots are no multiple of ", kMarksPerWord);
+    const int shared_bytes = swap_shared_bytes<kTableSlots>(entries, lru_slots);
+    RuntimeCheck(shared_bytes <= 227 << 10, entries, " entries and ", lru_slots, " LRU slots exceed shared memory");
     RuntimeCheck(entries <= kThreads * kThreadEntries, entries, " entries are above ", kThreads * kThreadEntries);
     // No window stands twice in a batch, and padded rows queue nothing.
     const int64_t requests = batch < N.unwrap() ? batch : N.unwrap();
@@ -107,22 +100,21 @@ struct Swap {
         static_cast<const int32_t*>(seq_lens.data_ptr()),
         static_cast<const int32_t*>(ring_begin.data_ptr()),
         static_cast<const int32_t*>(req_to_token.data_ptr()),
-        static_cast<int16_t*>(offset_of_position.data_ptr()),
         static_cast<int32_t*>(position_at_offset.data_ptr()),
         static_cast<uint16_t*>(last_used.data_ptr()),
         static_cast<unsigned long long*>(counters.data_ptr()),
         static_cast<int32_t*>(page_table.data_ptr()),
         view_queue(host_slots, device_slots, wanted, target, state),
         R.unwrap(),
-        C.unwrap(),
         entries,
         static_cast<int>(lasting),
         lru_slots,
         static_cast<int>(ring_slots),
         static_cast<int>(first_window_slot),
         static_cast<int>(window_slots)};
-    LaunchKernel(batch, kThreads, device.unwrap(), swap_shared_bytes(entries, lru_slots))(
-        swap_kernel<kThreads, kThreadEntries>, params);
+    constexpr auto kernel = swap_kernel<kThreads, kThreadEntries, kTableSlots>;
+    RuntimeDeviceCheck(::cudaFuncSetAttribute(kernel, ::cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+    LaunchKernel(batch, kThreads, device.unwrap(), shared_bytes)(kernel, params);
   }
 };
 

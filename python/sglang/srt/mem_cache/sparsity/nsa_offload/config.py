@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Optional
 
-from sglang.jit_kernel.nsa_kv_offload import MAX_WINDOW_SLOTS, max_lru_slots
+from sglang.jit_kernel.nsa_kv_offload import MAX_WINDOW_SLOTS
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -92,13 +92,6 @@ class NSAKVOffloadConfig:
             raise ValueError(
                 f"{CONFIG_FLAG}: window_size + write_back_ring = {config.window_slots} is "
                 f"above {MAX_WINDOW_SLOTS}, the range of a 16-bit window offset; lower one of them."
-            )
-        limit = max_lru_slots(queries * top_k) // SLOT_MULTIPLE * SLOT_MULTIPLE
-        if config.window_size > limit:
-            raise ValueError(
-                f"{CONFIG_FLAG}: window_size={config.window_size} is above {limit}, what the "
-                f"shared memory of a thread block allows beside {queries} x {top_k} entries; "
-                f"give at most {limit}" + (", or fewer draft tokens." if queries > 1 else ".")
             )
         return config
 

@@ -81,7 +81,6 @@ class NSAOffloadCoordinator(SparseCoordinator):
             sizes.num_windows,
             sizes.lru_slots,
             sizes.ring_slots,
-            req_to_token_pool.req_to_token.shape[1],
             device,
         )
         self.controller = SparseCacheController(device_pool, host_pool)
@@ -389,7 +388,6 @@ class NSAOffloadCoordinator(SparseCoordinator):
         leaked = {name: count for name, count in leaks.items() if count}
         if leaked:
             raise RuntimeError(f"Decode KV offloading leaked while idle: {leaked}.")
-        self.lru.check_integrity()
 
     def close(self) -> None:
         """Give host memory back before the process ends; for owners of several."""

@@ -19,13 +19,11 @@ class LRUCacheState:
     Args:
         num_layers: layers of this rank.
         num_windows: windows of this rank.
-        lru_slots: slots of a window's LRU part; at least the top-k.
+        lru_slots: slots of a window's LRU part; at least the top-k, and a multiple of 4.
         ring_slots: newest rows outside the LRU.
-        max_context: positions a request can have.
         device: of the tables.
 
     Attributes:
-        offset_of_position: ``[L, num_windows, max_context]`` int16, -1 where not resident.
         position_at_offset: ``[L, num_windows, lru_slots]`` int32, -1 where empty.
         last_used: ``[L, num_windows, lru_slots]`` int16, low bits of the sequence length at the
             last use.
@@ -39,7 +37,6 @@ class LRUCacheState:
         num_windows: int,
         lru_slots: int,
         ring_slots: int,
-        max_context: int,
         device: str,
     ):
         self.num_layers = num_layers
@@ -47,9 +44,6 @@ class LRUCacheState:
         self.lru_slots = lru_slots
         self.ring_slots = ring_slots
         shape = (num_layers, num_windows)
-        self.offset_of_position = torch.full(
-            (*shape, max_context), -1, dtype=torch.int16, device=device
-        )
         self.position_at_offset = torch.full(
             (*shape, lru_slots), -1, dtype=torch.int32, device=device
         )
@@ -62,9 +56,9 @@ class LRUCacheState:
     EMPTY_AGE = 1 << 15
 
     @staticmethod
-    def bytes_per_window(num_layers: int, lru_slots: int, max_context: int) -> int:
+    def bytes_per_window(num_layers: int, lru_slots: int) -> int:
         """Device bytes of one window's tables."""
-        return num_layers * (2 * max_context + (4 + 2) * lru_slots) + 4
+        return num_layers * (4 + 2) * lru_slots + 4
 
     def prepare_layer_swap(
         self,
@@ -107,7 +101,6 @@ class LRUCacheState:
             seq_lens,
             self.ring_begin,
             req_to_token,
-            self.offset_of_position[layer],
             self.position_at_offset[layer],
             self.last_used[layer],
             self.counters[layer],
@@ -136,26 +129,9 @@ class LRUCacheState:
         Args:
             windows: ``[n]`` int64 window indices.
         """
-        self.offset_of_position[:, windows] = -1
         self.position_at_offset[:, windows] = -1
         self.ring_begin[windows] = 0
 
-    def check_integrity(self) -> None:
-        """Check that the tables agree; for idle moments, since it synchronizes.
-
-        Raises:
-            RuntimeError: names the table and the place.
-        """
-        held = self.offset_of_position >= 0
-        layers, windows, positions = held.nonzero(as_tuple=True)
-        offsets = self.offset_of_position[held].long()
-        if not torch.equal(
-            self.position_at_offset[layers, windows, offsets].long(), positions
-        ):
-            raise RuntimeError("offset_of_position and position_at_offset disagree.")
-        if int(held.sum()) != int((self.position_at_offset >= 0).sum()):
-            raise RuntimeError("A window offset holds a position that no table entry has.")
-
     def resident_entries(self) -> int:
         """Positions held over all windows and layers; synchronizes."""
-        return int((self.offset_of_position >= 0).sum())
+        return int((self.position_at_offset >= 0).sum())

@@ -53,7 +53,6 @@ class OffloadSizes:
         staging_slots: device slots for prompts being prefilled; 0 on a decode node.
         num_layers: layers of this rank.
         row_bytes: bytes of one row, 656 or 1152.
-        max_context: positions a request row can hold.
         page_size: slots a page, 64.
         top_k: entries of a query's top-k.
         queries: query tokens of a request in one step: 1, or a verify step's drafts and the
@@ -67,7 +66,6 @@ class OffloadSizes:
     staging_slots: int
     num_layers: int
     row_bytes: int
-    max_context: int
     page_size: int
     top_k: int
     queries: int = 1
@@ -99,7 +97,7 @@ class OffloadSizes:
     def window_bytes(self) -> int:
         """Device bytes of one more window, its tables included, all layers."""
         rows = self.window_slots * self.row_bytes * self.num_layers
-        tables = LRUCacheState.bytes_per_window(self.num_layers, self.lru_slots, self.max_context)
+        tables = LRUCacheState.bytes_per_window(self.num_layers, self.lru_slots)
         return rows + tables + MissQueue.BYTES_PER_ENTRY * self.swap_entries
 
     @property
@@ -161,8 +159,6 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
         self._context_len = mr.model_config.context_len
         self._ranks_on_host = max(1, args.tp_size // args.nnodes) * args.dp_size
         queries = queries_per_step(args)
-        # The request pool leaves 4 positions for tokens in flight, and one a draft token.
-        drafts = args.speculative_num_draft_tokens or 0
         self._sizes = OffloadSizes(
             num_windows=0,
             window_slots=self._config.window_slots,
@@ -170,7 +166,6 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
             staging_slots=self._staging_slots(args),
             num_layers=mr.num_effective_layers,
             row_bytes=mr.calculate_mla_kv_cache_dim() * mr.kv_cache_dtype.itemsize,
-            max_context=self._context_len + 4 + drafts,
             page_size=mr.page_size,
             top_k=get_nsa_index_topk(mr.model_config.hf_config),
             queries=queries,
