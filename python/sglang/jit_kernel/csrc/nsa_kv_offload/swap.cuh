@@ -48,8 +48,7 @@ struct SwapShared {
 };
 
 /// The top-k of a block's request, and a table of it: at a position modulo kTableSlots an entry that asks for such a
-/// position. A place that no entry wrote holds noise, since to clear the table costs more than to look twice: what is
-/// found counts if that entry's position is the one.
+/// position. A place that no entry wrote holds noise: what is found counts if that entry's position is the one.
 template <int kTableSlots>
 struct SharedArrays {
   uint32_t* table;       // [kTableSlots / 2] two entries a word: places half the table apart, since neighbours are asked for together
