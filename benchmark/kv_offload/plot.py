@@ -24,7 +24,7 @@ def grouped(axis, groups: list, impls: list, values: dict, unit: str) -> None:
         places = [g + (i - (len(impls) - 1) / 2) * width for g in range(len(groups))]
         heights = [values.get((group, impl), 0) for group in groups]
         bars = axis.bar(places, heights, width, color=COLORS[impl], label=LABELS.get(impl, impl))
-        axis.bar_label(bars, [f"{h:.3g}" if h else "" for h in heights], fontsize=7)
+        axis.bar_label(bars, [f"{h:.3g}" if 0 < h < 1000 else f"{h:.0f}" if h else "" for h in heights], fontsize=7)
     axis.set_xticks(range(len(groups)), groups, fontsize=8)
     axis.set_ylabel(unit)
     axis.spines[["top", "right"]].set_visible(False)
@@ -32,7 +32,7 @@ def grouped(axis, groups: list, impls: list, values: dict, unit: str) -> None:
 
 def swap_layer(rows: list, out: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(16, 4), width_ratios=[2, 5, 5], layout="constrained")
-    rows = [r for r in rows if r["placement"] == "pages" and r["batch"] * r["positions"] == r["pool_rows"] and r["window"] == 4096]
+    rows = [r for r in rows if r["placement"] == "pages" and r["batch"] * r["positions"] == r["pool_rows"] and r["window"] == 4096 and r["positions"] <= 32768]
     rows = [r for r in rows if r.get("queries", 1) == 1]
     # Each on its own kind of memory, and ours on the other too.
     kinds = {"hisparse": "pinned", "copy": "pinned"}

@@ -93,6 +93,7 @@ CASES = (
     *(Case(128, 656, 0.1, placement=p) for p in ("contiguous", "pages", "random")),
     Case(128, 656, 0.02),
     *(Case(128, 1152, rate, positions=16384) for rate in (0.02, 0.1)),
+    *(Case(16, 656, rate, positions=131072) for rate in (0.0, 0.1)),  # some positions share a place in the swap's table
     *(case for batch in (16, 128) for queries in (2, 4) for case in several_lists(batch, queries)),
 )
 

@@ -16,7 +16,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent / "cuda_on_cpu"
 THREADS = 64
-TABLE_SLOTS = 64  # few, so that positions share places
+TABLE_PLACES = 64  # few, so that positions share places
 # Instances that every library has; others are built when they are asked for.
 ENTRIES, ROW_BYTES = (1, 2), (656, 1152)
 ORDERS = {"forward": 0, "backward": 1, "chance": 2}
@@ -130,6 +130,8 @@ class _Swap:
         _check_contiguous(topk, windows, rows, seq_lens, position_at, last_used, page_table)
         _check_dtype(torch.int32, topk, windows, rows, seq_lens, ring_begin, req_to_token, position_at, page_table)
         _check_dtype(torch.int16, last_used)
+        if last_used.shape[1] % 4:
+            raise KernelError(f"{last_used.shape[1]} LRU slots are no multiple of 4")
         tensors = (topk, windows, rows, seq_lens, ring_begin, req_to_token, position_at, last_used, counters)
         params = _SwapParams(
             *(tensor.data_ptr() for tensor in (*tensors, page_table)),
@@ -209,7 +211,7 @@ def _build(sources: Path, digest: str, entries: str, row_bytes: str) -> ctypes.C
         made = library.with_suffix(f".{os.getpid()}")
         command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{sources}", f"-I{HERE}"]
         command += [f"-DENTRIES={entries}", f"-DROW_BYTES={row_bytes}"]
-        command += [f"-DTABLE_SLOTS={TABLE_SLOTS}", str(HERE / "nsa_kv_offload.cpp"), "-o", str(made)]
+        command += [f"-DTABLE_PLACES={TABLE_PLACES}", str(HERE / "nsa_kv_offload.cpp"), "-o", str(made)]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
             raise KernelError(run.stderr)

@@ -30,7 +30,16 @@ class Staging(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        sizes = OffloadSizes(2, 128, 64, self.PAGES * self.PAGE, 1, 656, 512, self.PAGE, 64)
+        sizes = OffloadSizes(
+            num_windows=2,
+            window_slots=128,
+            lru_slots=64,
+            staging_slots=self.PAGES * self.PAGE,
+            num_layers=1,
+            row_bytes=656,
+            page_size=self.PAGE,
+            top_k=64,
+        )
         self.staging = PrefillStaging(sizes, 20, "cpu")
         self.req_to_token = torch.zeros((self.ROWS, 512), dtype=torch.int32)
         self.free_host = list(range(1, 21))

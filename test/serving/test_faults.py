@@ -205,12 +205,12 @@ def test_fault_changes_tokens(tiny_model, expected, fault):
 KERNEL_FAULTS = {
     "rows of another request": ("swap.cuh", "params.request_rows[row] * params.row_stride", "row * params.row_stride"),
     "positions map to the neighbour's host slot": ("swap.cuh", "host_slot_of[positions[e]]", "host_slot_of[positions[e] ^ 1]"),
-    "a victim's position kept": ("swap.cuh", "if (evicted >= 0) offset_of[evicted] = kAbsent;", ""),
-    "a row entered as its neighbour": ("swap.cuh", "static_cast<int16_t>(offsets[e]);", "static_cast<int16_t>(offsets[e] ^ 1);"),
+    "a victim's position kept": ("swap.cuh", "position_at[offset] = positions[e];", ""),
+    "a row entered as its neighbour": ("swap.cuh", "position_at[offset] = positions[e];", "position_at[offset ^ 1] = positions[e];"),
     "hits are evicted first": (
         "swap.cuh",
-        "marks[offsets[e]] = has_drafts ? kTouched : kUsed;",
-        "last_used[offsets[e]] = now + 1;",
+        "if (!(touched >> 8 * i & 0xff)) ages |= static_cast<uint32_t>(age_bucket(age)) << 8 * i;",
+        "ages |= static_cast<uint32_t>(touched >> 8 * i & 0xff ? kOldest : age_bucket(age)) << 8 * i;",
     ),
     "bits left behind": ("gather.cuh", "if (word != 0) queue.wanted[first_slot / 32] = 0;", ""),
     "every other wanted row dropped": ("gather.cuh", "first < num_rows; first +=", "first < num_rows; first += 1 +"),

@@ -80,14 +80,21 @@ SHAPES = (  # (top-k, LRU slots, ring slots, context)
 )
 
 
-def random_case(seed: int, batch: int = 4, shape=None, stale: bool = False, duplicates: bool = False) -> SimpleNamespace:
+def random_case(
+    seed: int, batch: int = 4, shape=None, stale: bool = False, duplicates: bool = False, apart: int = 0
+) -> SimpleNamespace:
     """One layer's inputs, on the CPU: consistent tables, a ragged batch, one row of padding, one without entries.
 
     Args:
         stale: stamps have wrapped, as after very long runs: untouched slots may look as young as touched ones.
         duplicates: some positions stand twice in a top-k.
+        apart: only positions that are near each other modulo this, in top-k and windows.
     """
     rng = random.Random(seed)
+
+    def near(end: int):
+        return [p for p in range(end) if p % apart < 24] if apart else range(end)
+
     k, lru_slots, ring_slots, context = shape or SHAPES[seed % len(SHAPES)]
     windows = batch + 2
     case = SimpleNamespace(k=k, lru_slots=lru_slots, ring_slots=ring_slots, context=context)
@@ -100,12 +107,12 @@ def random_case(seed: int, batch: int = 4, shape=None, stale: bool = False, dupl
     case.seq_lens = torch.tensor([rng.randint(1, context) for _ in range(batch)], dtype=torch.int32)
     case.topk = torch.full((batch, k), -1, dtype=torch.int32)
     for b, (window, seq_len) in enumerate(zip(case.batch_windows.tolist(), case.seq_lens.tolist())):
-        chosen = rng.sample(range(seq_len), min(rng.choice((k, k, k // 2)), seq_len))
+        chosen = rng.sample(near(seq_len), min(rng.choice((k, k, k // 2)), len(near(seq_len))))
         if duplicates:
             chosen = (chosen + chosen[: len(chosen) // 3])[:k]
         for place, position in zip(rng.sample(range(k), len(chosen)), chosen):
             case.topk[b, place] = position
-        held = rng.sample(range(context), min(context, rng.choice((lru_slots, lru_slots // 2, 0))))
+        held = rng.sample(near(context), min(len(near(context)), rng.choice((lru_slots, lru_slots // 2, 0))))
         for position, offset in zip(held, rng.sample(range(lru_slots), len(held))):
             case.position_at_offset[window, offset] = position
         span = rng.choice((4, 40, 400))

@@ -381,6 +381,10 @@ class TestConfig(FlagTestCase):
     def test_largest_window(self):
         text = '{"window_size": 32704}'
         self.assertEqual(NSAKVOffloadConfig.from_json(text, TOP_K).window_slots, 1 << 15)
+        # DeepSeek-V3.2's top-k, all query tokens that are allowed, the largest window.
+        NSAKVOffloadConfig.from_json(text, 2048, hook.MAX_SPECULATIVE_STEPS + 1)
+        with self.assertRaisesRegex(ValueError, "window_size=24576 and a top-k of 4096 for 5 tokens a step need"):
+            NSAKVOffloadConfig.from_json('{"window_size": 24576}', 4096, 5)
 
 
 if __name__ == "__main__":

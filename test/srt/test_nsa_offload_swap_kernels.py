@@ -129,6 +129,21 @@ class TestSwap(CustomTestCase):
         loads = [(slot, int(t.queue.target[slot])) for slot in wanted] + listed(middle, again)
         self.assertEqual(sorted(loads), sorted(expected.loads))
 
+    def test_positions_that_share_a_place(self):
+        """Several turns: positions whole tables apart, some in the window and some not."""
+        places = kernels.SWAP_TABLE_PLACES if ON_GPU else on_cpu.TABLE_PLACES
+        for seed in range(12):
+            for ordered, order in self.modes():
+                with self.subTest(seed=seed, order=order, ordered=ordered):
+                    case = oracle.random_case(seed, shape=(64, 128, 5, 5 * places + 9), apart=places)
+                    self.compare(case, ordered, order, ROW_BYTES[seed % 2], seed)
+                    self.check_duplicates(seed, ordered, order, shape=(64, 128, 5, 5 * places + 9), apart=places)
+
+    def test_a_window_of_no_multiple_of_four_is_refused(self):
+        case = oracle.random_case(0, shape=(7, 10, 5, 64))
+        with self.on("forward"), self.assertRaisesRegex(RuntimeError, "10 LRU slots are no multiple of 4"):
+            run_swap(case)
+
     def test_random_cases(self):
         for seed in range(NUM_SEEDS):
             modes = self.modes()
@@ -222,12 +237,12 @@ class TestSwap(CustomTestCase):
                 with self.subTest(seed=seed, order=order, ordered=ordered):
                     self.check_duplicates(seed, ordered, order)
 
-    def check_duplicates(self, seed, ordered, order):
-        case = oracle.random_case(seed, duplicates=True)
+    def check_duplicates(self, seed, ordered, order, **kwargs):
+        case = oracle.random_case(seed, duplicates=True, **kwargs)
         expected = oracle.swap(case)
         with self.on(order, seed):
             t = run_swap(case)
-            # Which of two entries claims the load decides the ranks, hence which victim it gets.
+            # Which of two entries speaks decides the ranks, hence which victim it gets.
             self.assertEqual(t.counters.tolist(), expected.counters.tolist())
             self.assertEqual(int(t.queue.state[0]), len(expected.loads))
             self.check_tables(t)
@@ -329,11 +344,13 @@ class TestSwap(CustomTestCase):
             self.assertEqual((int(t.last_used[window, offset]) - expected) % 65536, 0, (b, position))
 
     @unittest.skipIf(on_cpu is None, "needs the kernels' source on the CPU")
-    def test_largest_window_fits_shared_memory(self):
-        """Five lists of 2,048 entries, beside the largest window."""
-        held = on_cpu.Kernels(SOURCES).shared_bytes(5 * 2048, kernels.MAX_WINDOW_SLOTS)
-        held += 2 * (kernels.SWAP_TABLE_SLOTS - on_cpu.TABLE_SLOTS)
-        self.assertLessEqual(held, 227 << 10)
+    def test_shared_memory(self):
+        """Python counts what the source takes."""
+        for entries, lru_slots in ((7, 8), (2048, 4096), (5 * 2048, kernels.MAX_WINDOW_SLOTS)):
+            held = on_cpu.Kernels(SOURCES).shared_bytes(entries, lru_slots)
+            held += 2 * (kernels.SWAP_TABLE_PLACES - on_cpu.TABLE_PLACES)
+            self.assertEqual(held, kernels.swap_shared_bytes(entries, lru_slots))
+        self.assertLessEqual(held, kernels.MAX_SHARED_BYTES)
 
     def test_only_padding_and_no_rows(self):
         for rows in (4, 0):
@@ -383,6 +400,9 @@ class TestFaults(CustomTestCase):
         "a hit is evicted": ("swap.cuh", "marks |= static_cast<uint32_t>(entry < lasting ? kUsed : kTouched) << 8 * i;", ""),
         "a hit stays old": ("swap.cuh", "  own_slots.renew_used(now);\n", ""),
         "stamps beside a used one lost": ("swap.cuh", "renewed.x = (renewed.x & ~low) | (both & low);", "renewed.x = both;"),
+        "later stamps of a word lost": ("swap.cuh", "renewed.y = (renewed.y & ~high) | (both & high);", ""),
+        "offsets of the block before": ("swap.cuh", "    arrays.entry_offsets[first_entry + e] = kAbsent;\n", ""),
+        "marks of the block before": ("swap.cuh", "for (int word = first; word < end; ++word) words[word] = 0;", ""),
         "a load stays old": ("swap.cuh", "params.lasting ? now :", "0 ? now :"),
         "a draft's hit is a use": ("swap.cuh", "entry < lasting ? kUsed : kTouched", "kUsed"),
         "a draft speaks for one that lasts": ("swap.cuh", "if (first_entry + e < params.lasting && (waiting >> e & 1))", "if (false)"),
@@ -407,10 +427,10 @@ class TestFaults(CustomTestCase):
         "no barrier in the scan": ("scan.cuh", "sums[warp] = upto;\n  __syncthreads();", "sums[warp] = upto;\n"),
         "no barrier after the entries": ("swap.cuh", "    __syncthreads();\n#pragma unroll\n    for (int e = 0; e < kThreadEntries; ++e) {\n      if (!(waiting", "#pragma unroll\n    for (int e = 0; e < kThreadEntries; ++e) {\n      if (!(waiting"),
         "one turn for all": ("swap.cuh", "if (!__syncthreads_or(waiting != 0)) break;", "__syncthreads();\n    break;"),
-        "entry of another position": ("swap.cuh", "|| shared.positions[entry] != position", ""),
-        "speaker of another position": ("swap.cuh", "if (arrays.positions[speakers[e]] == positions[e]) waiting", "waiting"),
+        "entry of another position": ("swap.cuh", "|| shared.entry_positions[entry] != position", ""),
+        "speaker of another position": ("swap.cuh", "if (arrays.entry_positions[speakers[e]] == positions[e]) waiting", "waiting"),
         "no barrier in the sum": ("scan.cuh", "= of_own_warp;\n  __syncthreads();", "= of_own_warp;\n"),
-        "a sum overwritten": ("swap.cuh", "shared.search_sums[turn]", "shared.search_sums[0]"),
+        "a sum overwritten": ("swap.cuh", "shared.search_sums[half]", "shared.search_sums[0]"),
         "boundary off by one": ("swap.cuh", "if (count >= need) {", "if (count > need) {"),
         "duplicates load twice": ("swap.cuh", "if (speakers[e] != first_entry + e) {", "if (false) {"),
         "a shared row dropped": (

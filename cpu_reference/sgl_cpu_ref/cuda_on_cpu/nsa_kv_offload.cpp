@@ -1,5 +1,5 @@
 // The kernels of decode KV offloading, as functions for the CPU. Compiled with the kernels'
-// folder on the include path; ENTRIES and ROW_BYTES list the instances, TABLE_SLOTS is the swap's.
+// folder on the include path; ENTRIES and ROW_BYTES list the instances, TABLE_PLACES is the swap's.
 #include "cuda_on_cpu.h"
 // (the kernels below see the names above as CUDA's own)
 #include "gather.cuh"
@@ -8,7 +8,7 @@
 
 namespace nsa_kv_offload {
 
-constexpr int kThreads = 64, kRows = 4, kTableSlots = TABLE_SLOTS;
+constexpr int kThreads = 64, kRows = 4, kTablePlaces = TABLE_PLACES;
 uint32_t shared_memory[(256 << 10) / 4];
 
 namespace {
@@ -19,8 +19,8 @@ const char* run_swap(int entries, const SwapParams& params, int batch, int order
   ((entries == kThreadEntries
         ? void(error = cuda_on_cpu::launch(
                    batch, kThreads, static_cast<cuda_on_cpu::Order>(order), seed, shared_memory,
-                   swap_shared_bytes<kTableSlots>(params.entries, params.lru_slots),
-                   [&] { swap_kernel<kThreads, kThreadEntries, kTableSlots>(params); }))
+                   swap_shared_bytes<kTablePlaces>(params.entries, params.lru_slots),
+                   [&] { swap_kernel<kThreads, kThreadEntries, kTablePlaces>(params); }))
         : void()),
    ...);
   return error;
@@ -59,7 +59,7 @@ extern "C" const char* nsa_swap(int entries, const SwapParams* params, int batch
   return run_swap<ENTRIES>(entries, *params, batch, order, seed);
 }
 
-extern "C" int nsa_swap_shared_bytes(int entries, int lru_slots) { return swap_shared_bytes<kTableSlots>(entries, lru_slots); }
+extern "C" int nsa_swap_shared_bytes(int entries, int lru_slots) { return swap_shared_bytes<kTablePlaces>(entries, lru_slots); }
 
 extern "C" const char* nsa_gather(int row_bytes, const GatherParams* params, int blocks, int order, unsigned seed) {
   return run_gather<ROW_BYTES>(row_bytes, *params, blocks, order, seed);

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from tvm_ffi.module import Module
 
 SWAP_THREADS = 1024
-# Of the table of a top-k in shared memory. Positions so far apart share a place and take turns.
-SWAP_TABLE_SLOTS = 1 << 15
+SWAP_TABLE_PLACES = 1 << 15  # positions so far apart share a place in the table of a top-k
 GATHER_THREADS = 512
 # Fewer do not fill the link; rows in flight of more share fewer translations.
 GATHER_BLOCKS = 20
@@ -39,6 +38,18 @@ ORDER_MIN_ROWS = 1024
 ORDER_MIN_ROWS_MANAGED = 16384
 _NUM_STATES = 4
 MAX_WINDOW_SLOTS = 1 << 15  # window offsets are int16
+MAX_SHARED_BYTES = 227 << 10  # of a thread block, on Hopper and on data centre Blackwell
+
+
+def swap_shared_bytes(entries: int, lru_slots: int) -> int:
+    """Shared memory that a thread block of the swap needs, at most ``MAX_SHARED_BYTES``.
+
+    Args:
+        entries: of a request in one swap: top-k, times the query tokens of a step.
+        lru_slots: of a window.
+    """
+    own = 644
+    return own + 2 * SWAP_TABLE_PLACES + 8 * entries + lru_slots
 
 
 class MissQueue:
@@ -218,7 +229,7 @@ def store_rows(
 
 @cache_once
 def _swap_module(top_k: int) -> Module:
-    args = make_cpp_args(SWAP_THREADS, -(-top_k // SWAP_THREADS), SWAP_TABLE_SLOTS)
+    args = make_cpp_args(SWAP_THREADS, -(-top_k // SWAP_THREADS), SWAP_TABLE_PLACES)
     return load_jit(
         "nsa_kv_offload_swap",
         *args,

@@ -11,6 +11,8 @@
 
 namespace nsa_kv_offload {
 
+constexpr int kMaxSharedBytes = 227 << 10;  // of a block that asks for it, on Hopper and on data centre Blackwell
+
 inline MissQueue view_queue(
     const tvm::ffi::TensorView host_slots,
     const tvm::ffi::TensorView device_slots,
@@ -34,7 +36,7 @@ inline MissQueue view_queue(
       static_cast<int>(capacity.unwrap() / 2)};
 }
 
-template <int kThreads, int kThreadEntries, int kTableSlots>
+template <int kThreads, int kThreadEntries, int kTablePlaces>
 struct Swap {
   static void
   run(const tvm::ffi::TensorView topk,
@@ -84,8 +86,12 @@ struct Swap {
     const int lru_slots = static_cast<int>(W.unwrap());
     RuntimeCheck(entries <= lru_slots && lru_slots <= 1 << 15, entries, " entries over ", lru_slots, " LRU slots");
     RuntimeCheck(lru_slots % kMarksPerWord == 0, lru_slots, " LRU slots are no multiple of ", kMarksPerWord);
-    const int shared_bytes = swap_shared_bytes<kTableSlots>(entries, lru_slots);
-    RuntimeCheck(shared_bytes <= 227 << 10, entries, " entries and ", lru_slots, " LRU slots exceed shared memory");
+    const int shared_bytes = swap_shared_bytes<kTablePlaces>(entries, lru_slots);
+    RuntimeCheck(shared_bytes <= kMaxSharedBytes, entries, " entries and ", lru_slots, " LRU slots exceed shared memory");
+    const auto is_aligned = [](const void* data, size_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; };
+    RuntimeCheck(
+        is_aligned(position_at_offset.data_ptr(), sizeof(int4)) && is_aligned(last_used.data_ptr(), sizeof(uint2)),
+        "a window's tables are not aligned to vector loads");
     RuntimeCheck(entries <= kThreads * kThreadEntries, entries, " entries are above ", kThreads * kThreadEntries);
     // No window stands twice in a batch, and padded rows queue nothing.
     const int64_t requests = batch < N.unwrap() ? batch : N.unwrap();
@@ -112,8 +118,9 @@ struct Swap {
         static_cast<int>(ring_slots),
         static_cast<int>(first_window_slot),
         static_cast<int>(window_slots)};
-    constexpr auto kernel = swap_kernel<kThreads, kThreadEntries, kTableSlots>;
-    RuntimeDeviceCheck(::cudaFuncSetAttribute(kernel, ::cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+    constexpr auto kernel = swap_kernel<kThreads, kThreadEntries, kTablePlaces>;
+    // Never less than an earlier launch of the same instance needs, whose graph may be instantiated later.
+    RuntimeDeviceCheck(::cudaFuncSetAttribute(kernel, ::cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes));
     LaunchKernel(batch, kThreads, device.unwrap(), shared_bytes)(kernel, params);
   }
 };

@@ -2,7 +2,7 @@
 /// slots the others get, and what to load. One block a batch row; nothing is copied here.
 ///
 /// Words: *position* in a sequence; *host slot*, row of the host pool; *window offset*, slot in a request's
-/// window; *device slot*, row of the device buffer.
+/// window; *device slot*, row of the device buffer; *place*, in the table of a top-k.
 #pragma once
 
 #include <sgl_kernel/utils.cuh>
@@ -12,10 +12,10 @@
 
 namespace nsa_kv_offload {
 
-constexpr int16_t kAbsent = -1;    // of an entry whose row is in no window offset
-constexpr int kDraftAge = 1 << 14;  // of a row that only drafts selected: goes before used ones, after empty slots
-constexpr int kTouched = 1;      // mark of a slot that only drafts of this step select
-constexpr int kUsed = 2;         // mark of a slot that this step's top-k uses; 0 for all others
+constexpr int16_t kAbsent = -1;      // of an entry whose row is in no window offset
+constexpr int kDraftAge = 1 << 14;   // of a row that only drafts selected: goes before used ones, after empty slots
+constexpr int kTouched = 1;          // mark of a slot that only drafts of this step select
+constexpr int kUsed = 2;             // mark of a slot that this step's top-k uses; 0 for all others
 constexpr int kMarksPerWord = 4;
 
 struct SwapParams {
@@ -47,30 +47,30 @@ struct SwapShared {
   int queued_before;
 };
 
-/// The top-k of a block's request, and a table of it: at a position modulo kTableSlots an entry that asks for such a
-/// position. A place that no entry wrote holds noise: what is found counts if that entry's position is the one.
-template <int kTableSlots>
+/// The top-k of a block's request, and a table of it: place `position % kTablePlaces` names one entry whose position falls
+/// on it. A place that no entry wrote holds noise: what is found counts if that entry's position is the one.
+template <int kTablePlaces>
 struct SharedArrays {
-  uint32_t* table;       // [kTableSlots / 2] two entries a word: places half the table apart, since neighbours are asked for together
-  int32_t* positions;    // [entries] -1 for what is not looked up
+  uint32_t* table;       // [kTablePlaces / 2] two places a word, half the table apart, so that neighbours do not contend for one word
+  int32_t* entry_positions;  // [entries] -1 for what is not looked up
   uint32_t* mark_words;  // [lru_slots / kMarksPerWord] a byte a slot
-  int16_t* offset_of;    // [entries] window offset of the entry's row, kAbsent until it has one
+  int16_t* entry_offsets;  // [entries] window offsets of the rows, kAbsent until an entry has one
   uint16_t* victims;     // [entries]
 
   __device__ __forceinline__ SharedArrays(void* memory, int entries, int lru_slots) {
     table = static_cast<uint32_t*>(memory);
-    positions = reinterpret_cast<int32_t*>(table + kTableSlots / 2);
-    mark_words = reinterpret_cast<uint32_t*>(positions + entries);
-    offset_of = reinterpret_cast<int16_t*>(mark_words + lru_slots / kMarksPerWord);
-    victims = reinterpret_cast<uint16_t*>(offset_of + entries);
+    entry_positions = reinterpret_cast<int32_t*>(table + kTablePlaces / 2);
+    mark_words = reinterpret_cast<uint32_t*>(entry_positions + entries);
+    entry_offsets = reinterpret_cast<int16_t*>(mark_words + lru_slots / kMarksPerWord);
+    victims = reinterpret_cast<uint16_t*>(entry_offsets + entries);
   }
 
   static __device__ __forceinline__ int shift_of(int position) {
-    return static_cast<unsigned>(position) / (kTableSlots / 2) % 2 * 16;
+    return static_cast<unsigned>(position) / (kTablePlaces / 2) % 2 * 16;
   }
 
   __device__ __forceinline__ uint32_t* word_of(int position) const {
-    return table + static_cast<unsigned>(position) % (kTableSlots / 2);
+    return table + static_cast<unsigned>(position) % (kTablePlaces / 2);
   }
 
   __device__ __forceinline__ int entry_at(int position) const { return *word_of(position) >> shift_of(position) & 0xffff; }
@@ -86,7 +86,7 @@ struct SharedArrays {
     }
   }
 
-  static constexpr int bytes(int entries, int lru_slots) { return entries * (4 + 2 + 2) + kTableSlots * 2 + lru_slots; }
+  static constexpr int bytes(int entries, int lru_slots) { return entries * (4 + 2 + 2) + kTablePlaces * 2 + lru_slots; }
 };
 
 constexpr int kOldest = 127;  // no age_bucket is above; 7 bisections
@@ -129,8 +129,8 @@ struct OwnSlots {
   __device__ __forceinline__ int4 held(int word) const { return word == first ? first_held : position_at[word]; }
 
   /// Mark the slots whose position an entry asks for, and tell the entry.
-  template <int kTableSlots>
-  __device__ __forceinline__ void answer(const SharedArrays<kTableSlots>& shared, int entries, int lasting) {
+  template <int kTablePlaces>
+  __device__ __forceinline__ void answer(const SharedArrays<kTablePlaces>& shared, int entries, int lasting) {
     for (int word = first; word < end; ++word) {
       const int4 positions = held(word);
       uint32_t marks = words[word];
@@ -139,8 +139,8 @@ struct OwnSlots {
         const int position = i == 0 ? positions.x : i == 1 ? positions.y : i == 2 ? positions.z : positions.w;
         if (position < 0) continue;
         const int entry = shared.entry_at(position);
-        if (entry >= entries || shared.positions[entry] != position) continue;
-        shared.offset_of[entry] = static_cast<int16_t>(word * kMarksPerWord + i);
+        if (entry >= entries || shared.entry_positions[entry] != position) continue;
+        shared.entry_offsets[entry] = static_cast<int16_t>(word * kMarksPerWord + i);
         marks |= static_cast<uint32_t>(entry < lasting ? kUsed : kTouched) << 8 * i;
       }
       words[word] = marks;
@@ -198,9 +198,9 @@ __device__ __forceinline__ void pick_victims(
   // The boundary is the oldest bucket that `need` slots reach: by bisection, since a histogram has all threads
   // add to the few buckets of the last steps.
   int boundary = 1, too_old = kOldest + 1, num_older_in_block = 0;
-  for (int turn = 0; boundary + 1 < too_old; turn ^= 1) {
+  for (int half = 0; boundary + 1 < too_old; half ^= 1) {
     const int middle = (boundary + too_old) / 2;
-    const int count = sum_block<kThreads>(slots.count_from(middle), shared.search_sums[turn]);
+    const int count = sum_block<kThreads>(slots.count_from(middle), shared.search_sums[half]);
     if (count >= need) {
       boundary = middle;
     } else {
@@ -237,11 +237,11 @@ __device__ __forceinline__ void count_hits(const SwapParams& params, const SwapS
 /// memory is the window's positions and stamps, in whole lines, and lookups stay in shared memory. Entries of a thread
 /// are neighbours in the top-k, so that a thread-order scan ranks misses in top-k order. A load is issued as soon as its
 /// address is known.
-template <int kThreads, int kThreadEntries, int kTableSlots>
+template <int kThreads, int kThreadEntries, int kTablePlaces>
 __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params) {
   extern __shared__ uint32_t shared_memory[];
   SwapShared& shared = *reinterpret_cast<SwapShared*>(shared_memory);
-  const SharedArrays<kTableSlots> arrays(&shared + 1, params.entries, params.lru_slots);
+  const SharedArrays<kTablePlaces> arrays(&shared + 1, params.entries, params.lru_slots);
   static_assert(kThreads % kWarpSize == 0 && kThreads <= kMaxWarps * kWarpSize && kThreadEntries <= 32);
 
   device::PDLTriggerSecondary<true>();  // the gather may take its places; it waits for the end of all this
@@ -280,10 +280,10 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
     const bool asks = positions[e] >= 0 && positions[e] < first_in_ring;
     asking |= static_cast<unsigned>(asks) << e;
     if (first_entry + e >= params.entries) continue;
-    arrays.positions[first_entry + e] = asks ? positions[e] : -1;
-    arrays.offset_of[first_entry + e] = kAbsent;
+    arrays.entry_positions[first_entry + e] = asks ? positions[e] : -1;
+    arrays.entry_offsets[first_entry + e] = kAbsent;
   }
-  // Of entries with the same position one speaks for all, which may load its row; with drafts one that lasts, if any does.
+  // Of entries with the same position one speaks for all, and loads the row if it is absent; with drafts one that lasts, if any does.
   // Positions that share a place in the table take turns: each turn one of them has it.
   const bool has_drafts = params.lasting < params.entries;
   int speakers[kThreadEntries];
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
     for (int e = 0; e < kThreadEntries; ++e) {
       if (!(waiting >> e & 1)) continue;
       speakers[e] = arrays.entry_at(positions[e]);
-      if (arrays.positions[speakers[e]] == positions[e]) waiting &= ~(1u << e);
+      if (arrays.entry_positions[speakers[e]] == positions[e]) waiting &= ~(1u << e);
     }
     own_slots.answer(arrays, params.entries, params.lasting);
     if (!__syncthreads_or(waiting != 0)) break;
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
     if (first_entry + e >= params.entries) continue;
     int slot = -1;
     if (asking >> e & 1) {
-      const int offset = arrays.offset_of[speakers[e]];
+      const int offset = arrays.entry_offsets[speakers[e]];
       if (offset < 0) {
         if (speakers[e] != first_entry + e) {
           duplicate |= 1u << e;
@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
   for (int e = 0; e < kThreadEntries; ++e) {
     if (!(missed >> e & 1)) continue;
     const int offset = arrays.victims[rank++];
-    arrays.offset_of[first_entry + e] = static_cast<int16_t>(offset);
+    arrays.entry_offsets[first_entry + e] = static_cast<int16_t>(offset);
     position_at[offset] = positions[e];
     last_used[offset] = first_entry + e < params.lasting ? now : static_cast<uint16_t>(now - kDraftAge);
     const int slot = window_slot + offset;
@@ -383,14 +383,14 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
   if (!__syncthreads_or(duplicate != 0)) return;
 #pragma unroll
   for (int e = 0; e < kThreadEntries; ++e) {
-    if (duplicate >> e & 1) page_table[first_entry + e] = window_slot + arrays.offset_of[speakers[e]];
+    if (duplicate >> e & 1) page_table[first_entry + e] = window_slot + arrays.entry_offsets[speakers[e]];
   }
 }
 
 /// Bytes of shared memory that a block needs.
-template <int kTableSlots>
+template <int kTablePlaces>
 constexpr int swap_shared_bytes(int entries, int lru_slots) {
-  return static_cast<int>(sizeof(SwapShared)) + SharedArrays<kTableSlots>::bytes(entries, lru_slots);
+  return static_cast<int>(sizeof(SwapShared)) + SharedArrays<kTablePlaces>::bytes(entries, lru_slots);
 }
 
 }  // namespace nsa_kv_offload

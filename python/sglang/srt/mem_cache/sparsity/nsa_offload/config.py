@@ -7,7 +7,11 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Optional
 
-from sglang.jit_kernel.nsa_kv_offload import MAX_WINDOW_SLOTS
+from sglang.jit_kernel.nsa_kv_offload import (
+    MAX_SHARED_BYTES,
+    MAX_WINDOW_SLOTS,
+    swap_shared_bytes,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -92,6 +96,13 @@ class NSAKVOffloadConfig:
             raise ValueError(
                 f"{CONFIG_FLAG}: window_size + write_back_ring = {config.window_slots} is "
                 f"above {MAX_WINDOW_SLOTS}, the range of a 16-bit window offset; lower one of them."
+            )
+        shared_bytes = swap_shared_bytes(queries * top_k, config.window_size)
+        if shared_bytes > MAX_SHARED_BYTES:
+            raise ValueError(
+                f"{CONFIG_FLAG}: window_size={config.window_size} and a top-k of {top_k} for "
+                f"{queries} tokens a step need {shared_bytes} bytes of a thread block's shared "
+                f"memory, which has {MAX_SHARED_BYTES}; give fewer draft tokens or a smaller window."
             )
         return config
 

@@ -1,4 +1,4 @@
-"""Device and host memory of decode KV offloading: all that grows with windows, tokens or context."""
+"""Device and host memory of decode KV offloading: all that grows with windows or tokens."""
 
 from __future__ import annotations
 
@@ -207,11 +207,12 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
         sizes, page_size = self._sizes, self._page_size
         least = replace(sizes, num_windows=2).device_bytes(page_size)
         if available_bytes < least:
+            staging = "--context-length, --chunked-prefill-size or " if sizes.staging_slots else ""
             raise ValueError(
                 f"{FLAG} needs {least / 1e9:.2f} GB of device memory for two windows of "
                 f"{sizes.window_slots} slots and {sizes.staging_slots} staging slots, but "
                 f"{available_bytes / 1e9:.2f} GB are left. Raise --mem-fraction-static, or "
-                f"lower --context-length, --chunked-prefill-size or window_size in {CONFIG_FLAG}."
+                f"lower {staging}window_size in {CONFIG_FLAG}."
             )
         num_requests = self._num_requests(available_bytes)
         sizes = replace(sizes, num_windows=num_requests + 1)
