@@ -205,7 +205,7 @@ def test_fault_changes_tokens(tiny_model, expected, fault):
 KERNEL_FAULTS = {
     "rows of another request": ("swap.cuh", "params.request_rows[row] * params.row_stride", "row * params.row_stride"),
     "positions map to the neighbour's host slot": ("swap.cuh", "host_slot_of[positions[e]]", "host_slot_of[positions[e] ^ 1]"),
-    "a victim's position kept": ("swap.cuh", "position_at[offset] = positions[e];", ""),
+    "a victim's position kept": ("swap.cuh", "position_at[offset] =", "if (position_at[offset] < 0) position_at[offset] ="),
     "a row entered as its neighbour": ("swap.cuh", "position_at[offset] = positions[e];", "position_at[offset ^ 1] = positions[e];"),
     "hits are evicted first": (
         "swap.cuh",
