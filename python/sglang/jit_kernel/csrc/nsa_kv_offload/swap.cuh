@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads) swap_kernel(const SwapParams params)
   const SharedArrays<kTablePlaces> arrays(&shared + 1, params.entries, params.lru_slots);
   static_assert(kThreads % kWarpSize == 0 && kThreads <= kMaxWarps * kWarpSize && kThreadEntries <= 32);
 
-  device::PDLTriggerSecondary<true>();  // the gather may take its places; it waits for the end of all this
+  device::PDLTriggerSecondary<true>();  // the gather may start beside this; it waits for the end of it
   const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int64_t row = blockIdx.x;
   const int32_t* topk = params.topk + row * params.entries;
