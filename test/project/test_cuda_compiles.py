@@ -45,6 +45,23 @@ int main() {
   nsa_kv_offload::Swap<1024, 2, 32768>::run(
       topk, none, none, lengths, windows, rows, positions, stamps, counters, topk, list, list, wanted, target, state,
       2048, 64, 64, 4160);
+  // Windows that the kernel cannot read: no whole words of marks, more than shared memory has beside so many entries, tables askew.
+  Tensor odd({9, 4094}, kDLInt, 32), odd_stamps({9, 4094}, kDLInt, 16), many({0, 20480}, kDLInt, 32);
+  Tensor large({9, 24576}, kDLInt, 32), large_stamps({9, 24576}, kDLInt, 16), askew({9, 4096}, kDLInt, 32);
+  askew.view.data = reinterpret_cast<void*>(4100);
+  const auto refuse = [&](Tensor& entries, Tensor& held, Tensor& used) {
+    try {
+      nsa_kv_offload::Swap<1024, 2, 32768>::run(
+          entries, none, none, lengths, windows, rows, held, used, counters, entries, list, list, wanted, target,
+          state, 2048, 64, 64, 4160);
+      std::cout << "not refused" << std::endl;
+    } catch (const std::exception& error) {
+      std::cout << "refused: " << error.what() << std::endl;
+    }
+  };
+  refuse(topk, odd, odd_stamps);
+  refuse(many, large, large_stamps);
+  refuse(topk, askew, stamps);
   Tensor host({10000, 656}, kDLUInt, 8, kDLCPU), device({40000, 656}, kDLUInt, 8);
   try {
     nsa_kv_offload::Gather<512, 656, 4>::run(host, device, list, list, wanted, target, state, 1024, 32);
@@ -84,7 +101,9 @@ def test_wrappers_accept_what_a_server_passes(tmp_path):
     nvcc(source, "-o", str(program), f"-L{library}", "-ltvm_ffi", f"-Xlinker=-rpath={library}")
     run = subprocess.run([str(program)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert all("CUDA error" in line for line in run.stdout.splitlines()), run.stdout
+    for words in ("4094 LRU slots are no multiple of 4", "24576 LRU slots exceed shared memory", "not aligned to vector loads"):
+        assert words in run.stdout
+    assert run.stdout.count("refused: ") == 3 and run.stdout.count("CUDA error") == 2, run.stdout
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

@@ -17,8 +17,14 @@ def age_bucket(age: int) -> int:
 
 
 def offsets(position_at: torch.Tensor) -> dict:
-    """Window offset of each position that a window holds: ``{position: offset}``."""
-    return {position: offset for offset, position in enumerate(position_at.tolist()) if position >= 0}
+    """Window offset of each position that a window holds: ``{position: offset}``.
+
+    Raises:
+        AssertionError: a position stands twice.
+    """
+    held = [(position, offset) for offset, position in enumerate(position_at.tolist()) if position >= 0]
+    assert len(dict(held)) == len(held), "a position stands twice in a window"
+    return dict(held)
 
 
 def swap(case: SimpleNamespace) -> SimpleNamespace:

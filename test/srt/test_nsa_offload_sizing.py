@@ -207,6 +207,8 @@ class TestConfigurator(CustomTestCase):
             self.sized(0.001)
         for word in ("--enable-decode-nsa-kv-offload", "0.00 GB are left", "window_size", "--context-length"):
             self.assertIn(word, str(caught.exception))
+        with self.assertRaisesRegex(ValueError, "--mem-fraction-static, or lower window_size"):
+            self.sized(0.0001, disaggregation_mode="decode")  # stages nothing
 
     def test_too_many_requests(self):
         with self.assertRaises(ValueError) as caught:

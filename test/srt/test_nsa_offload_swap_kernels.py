@@ -316,9 +316,8 @@ class TestSwap(CustomTestCase):
         self.assertFalse(queue.wanted.any())
 
     def check_tables(self, t):
-        for held in t.position_at_offset.tolist():
-            held = [position for position in held if position >= 0]
-            self.assertEqual(len(held), len(set(held)), "a position stands twice in a window")
+        for held in t.position_at_offset:
+            oracle.offsets(held)
 
     def check_row(self, t, case, b, window):
         base = oracle.RING_WINDOW_BASE + window * case.window_slots
@@ -427,7 +426,7 @@ class TestFaults(CustomTestCase):
         "no barrier in the scan": ("scan.cuh", "sums[warp] = upto;\n  __syncthreads();", "sums[warp] = upto;\n"),
         "no barrier after the entries": ("swap.cuh", "    __syncthreads();\n#pragma unroll\n    for (int e = 0; e < kThreadEntries; ++e) {\n      if (!(waiting", "#pragma unroll\n    for (int e = 0; e < kThreadEntries; ++e) {\n      if (!(waiting"),
         "one turn for all": ("swap.cuh", "if (!__syncthreads_or(waiting != 0)) break;", "__syncthreads();\n    break;"),
-        "entry of another position": ("swap.cuh", "|| shared.entry_positions[entry] != position", ""),
+        "entry of another position": ("swap.cuh", "|| arrays.entry_positions[entry] != position", ""),
         "speaker of another position": ("swap.cuh", "if (arrays.entry_positions[speakers[e]] == positions[e]) waiting", "waiting"),
         "no barrier in the sum": ("scan.cuh", "= of_own_warp;\n  __syncthreads();", "= of_own_warp;\n"),
         "a sum overwritten": ("swap.cuh", "shared.search_sums[half]", "shared.search_sums[0]"),

@@ -1,10 +1,10 @@
 """CUDA kernels of decode KV offloading: top-k rows into device windows, new rows to the host.
 
 A swap is two launches a layer. ``swap_topk`` (a block a request) splits the top-k into hits and
-misses by a table of the top-k in shared memory, gives the misses the least recently used slots, keeps the tables, and
-queues what to load; ``gather_misses`` copies the queue's rows over as many blocks as fill the link.
-Its launch overlaps the swap, and waits for the swap's end before it reads: that is their only
-barrier. Both read on the device how much there is to do, so a CUDA graph can replay them.
+misses by a table of the top-k in shared memory, gives the misses the least recently used slots,
+keeps the windows' tables, and queues what to load; ``gather_misses`` copies the queue's rows over as
+many blocks as fill the link. Its launch overlaps the swap, and waits for the swap's end before it
+reads: that is their only barrier. Both read on the device how much there is to do, so a CUDA graph can replay them.
 ``store_rows`` is the way back.
 
 Words: *position* in a sequence; *host slot*, row of the host pool; *window offset*, slot in a
@@ -39,6 +39,7 @@ ORDER_MIN_ROWS_MANAGED = 16384
 _NUM_STATES = 4
 MAX_WINDOW_SLOTS = 1 << 15  # window offsets are int16
 MAX_SHARED_BYTES = 227 << 10  # of a thread block, on Hopper and on data centre Blackwell
+_SWAP_SHARED_BYTES = 644  # sizeof(SwapShared)
 
 
 def swap_shared_bytes(entries: int, lru_slots: int) -> int:
@@ -48,8 +49,7 @@ def swap_shared_bytes(entries: int, lru_slots: int) -> int:
         entries: of a request in one swap: top-k, times the query tokens of a step.
         lru_slots: of a window.
     """
-    own = 644
-    return own + 2 * SWAP_TABLE_PLACES + 8 * entries + lru_slots
+    return _SWAP_SHARED_BYTES + 2 * SWAP_TABLE_PLACES + 8 * entries + lru_slots
 
 
 class MissQueue:

@@ -51,11 +51,11 @@ struct SwapShared {
 /// on it. A place that no entry wrote holds noise: what is found counts if that entry's position is the one.
 template <int kTablePlaces>
 struct SharedArrays {
-  uint32_t* table;       // [kTablePlaces / 2] two places a word, half the table apart, so that neighbours do not contend for one word
+  uint32_t* table;           // [kTablePlaces / 2] two places a word, half the table apart, so that neighbours use two words
   int32_t* entry_positions;  // [entries] -1 for what is not looked up
-  uint32_t* mark_words;  // [lru_slots / kMarksPerWord] a byte a slot
-  int16_t* entry_offsets;  // [entries] window offsets of the rows, kAbsent until an entry has one
-  uint16_t* victims;     // [entries]
+  uint32_t* mark_words;      // [lru_slots / kMarksPerWord] a byte a slot
+  int16_t* entry_offsets;    // [entries] window offsets of the rows, kAbsent until an entry has one
+  uint16_t* victims;         // [entries] window offsets
 
   __device__ __forceinline__ SharedArrays(void* memory, int entries, int lru_slots) {
     table = static_cast<uint32_t*>(memory);
@@ -130,7 +130,7 @@ struct OwnSlots {
 
   /// Mark the slots whose position an entry asks for, and tell the entry.
   template <int kTablePlaces>
-  __device__ __forceinline__ void answer(const SharedArrays<kTablePlaces>& shared, int entries, int lasting) {
+  __device__ __forceinline__ void answer(const SharedArrays<kTablePlaces>& arrays, int entries, int lasting) {
     for (int word = first; word < end; ++word) {
       const int4 positions = held(word);
       uint32_t marks = words[word];
@@ -138,9 +138,9 @@ struct OwnSlots {
       for (int i = 0; i < kMarksPerWord; ++i) {
         const int position = i == 0 ? positions.x : i == 1 ? positions.y : i == 2 ? positions.z : positions.w;
         if (position < 0) continue;
-        const int entry = shared.entry_at(position);
-        if (entry >= entries || shared.entry_positions[entry] != position) continue;
-        shared.entry_offsets[entry] = static_cast<int16_t>(word * kMarksPerWord + i);
+        const int entry = arrays.entry_at(position);
+        if (entry >= entries || arrays.entry_positions[entry] != position) continue;
+        arrays.entry_offsets[entry] = static_cast<int16_t>(word * kMarksPerWord + i);
         marks |= static_cast<uint32_t>(entry < lasting ? kUsed : kTouched) << 8 * i;
       }
       words[word] = marks;
