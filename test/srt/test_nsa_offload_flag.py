@@ -78,10 +78,6 @@ CONFLICTING = {
     "--speculative-algorithm other than EAGLE or NEXTN": {"speculative_algorithm": "NGRAM"},
     "--speculative-eagle-topk above 1": {**SPECULATION, "speculative_eagle_topk": 2},
     "--speculative-num-steps above 4": {**SPECULATION, "speculative_num_steps": 5},
-    "--moe-a2a-backend or --moe-dense-tp-size with --speculative-algorithm": {
-        **SPECULATION,
-        "moe_a2a_backend": "deepep",
-    },
     "--speculative-adaptive": {**SPECULATION, "speculative_adaptive": True},
     "--speculative-algorithm without the overlap scheduler (spec v1)": {
         **SPECULATION,
@@ -102,7 +98,6 @@ CONFLICTING = {
     "--enable-pdmux": {"enable_pdmux": True},
     "--enable-memory-saver": {"enable_memory_saver": True},
     "--enable-streaming-session": {"enable_streaming_session": True},
-    "--enable-dp-attention": {"enable_dp_attention": True},
     "--enable-nsa-prefill-context-parallel": {"enable_nsa_prefill_context_parallel": True},
     "--pp-size above 1": {"pp_size": 2},
 }

@@ -58,7 +58,7 @@ class TestAnswer(CustomTestCase):
         self.assertEqual(fit.off.request_bytes, 61 * 788 * 32768)
         self.assertEqual(fit.on.host_bytes, 61 * 656 * (count * 32768 + 64))
         # The formula of docs/design.md, by hand.
-        window = 61 * 656 * 4160 + 61 * 6 * 4096 + 4 + 16 * 2048
+        window = 61 * 656 * 4160 + 61 * 6 * 4096 + 4 + 20 * 2048
         self.assertEqual(fit.on.request_bytes, window + 32768 * 61 * 132 + 32768 // 16 * 67)
         tokens = count * 32768
         self.assertEqual(

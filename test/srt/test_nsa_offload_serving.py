@@ -180,20 +180,19 @@ class TestLayerSwap(CustomTestCase):
     """The coordinator alone: what it does in turn, and for which layer."""
 
     def setUp(self):
-        self.turns, empty_like = [], torch.empty_like
+        self.turns = []
         self.coordinator = coordinator = NSAOffloadCoordinator.__new__(NSAOffloadCoordinator)
         vars(coordinator).update(start_layer=0, page_size=1, _swap=None)
         for part in ("controller", "inputs", "backend_adaptor", "req_to_token_pool"):
             setattr(coordinator, part, mock.MagicMock())
+        coordinator.inputs.page_table = torch.zeros((2, 4), dtype=torch.int32)
         coordinator.controller.load_begin.side_effect = lambda: self.turn("load_begin") or nullcontext()
         coordinator.controller.load_end.side_effect = lambda: self.turn("load_end")
         adapt = coordinator.backend_adaptor.adapt_for_attn_metadata
-        adapt.side_effect = lambda layer_id, out, **kwargs: self.turn(layer_id) or out
-        allocate = lambda *args, **kwargs: self.turn("allocate") or empty_like(*args, **kwargs)
-        patcher = mock.patch.object(torch, "empty_like", allocate)
-        patcher.start()
-        self.addCleanup(patcher.stop)
-        self.topk = torch.zeros((2, 4), dtype=torch.int32)
+        adapt.side_effect = lambda layer_id, out, selected_indices, **kwargs: self.turn(
+            (layer_id, selected_indices[:, 0].tolist())
+        )
+        self.topk = torch.tensor([[1] * 4, [2] * 4, [-1] * 4], dtype=torch.int32)
 
     def turn(self, name):
         self.turns.append(name)
@@ -202,17 +201,22 @@ class TestLayerSwap(CustomTestCase):
         layer = SimpleNamespace(layer_id=layer_id)
         return self.coordinator._handle_sparse_retrieve(None, layer, None, None, topk_indices=topk)
 
-    def test_page_table_is_not_memory_of_the_load_stream(self):
-        self.coordinator.swap_begin(0, self.topk)
-        self.attention(0, self.topk)
-        self.assertEqual(self.turns, ["allocate", "load_begin", 0, "load_end"])
-
-    def test_swap_of_another_layer_or_topk_does_not_count(self):
-        for layer_id, topk in ((1, self.topk), (0, self.topk.clone())):
-            self.coordinator.swap_begin(0, self.topk)
+    def test_one_swap_for_a_layer(self):
+        """Whatever SGLang makes of its top-k: padded, it is a new tensor."""
+        for more in (0, 1):
             self.turns.clear()
-            self.attention(layer_id, topk)
-            self.assertEqual(self.turns, ["allocate", "load_begin", layer_id, "load_end"])
+            self.coordinator.swap_begin(0, self.topk[:2])
+            page_table = self.attention(0, self.topk[: 2 + more].clone())
+            self.assertEqual(self.turns, ["load_begin", (0, [1, 2]), "load_end"])
+            self.assertIs(page_table, self.coordinator.inputs.page_table)
+
+    def test_layer_that_takes_over_a_topk_swaps_at_its_attention(self):
+        """Without the rows that SGLang has padded the top-k by."""
+        self.coordinator.swap_begin(0, self.topk[:2])
+        self.attention(0, self.topk)
+        self.turns.clear()
+        self.attention(1, self.topk)
+        self.assertEqual(self.turns, ["load_begin", (1, [1, 2]), "load_end"])
 
 
 class TestFactory(CustomTestCase):
@@ -227,6 +231,7 @@ class TestFactory(CustomTestCase):
             mock.patch.object(host_memory, "_shares_managed_memory", return_value=True),
             mock.patch.object(factory, "NSAKVOnlyTokenToKVPoolHost") as pool,
             mock.patch.object(factory, "NSAOffloadCoordinator"),
+            mock.patch.object(factory, "get_attention_tp_size", return_value=1),
             mock.patch.object(factory.logger, "info"),
         ):
             factory.attach_nsa_kv_offload(runner)

@@ -20,6 +20,11 @@ from sglang.test.test_utils import CustomTestCase
 DEVICE = tools.DEVICE
 
 
+def page_table_bytes(sizes):
+    """Of the page table that layers share; test_nsa_offload_swap.py holds it against the tensor."""
+    return sizes.num_windows * sizes.swap_entries * sizing.PAGE_TABLE_BYTES_PER_ENTRY
+
+
 class TestSizes(CustomTestCase):
     def test_formula_equals_what_is_allocated(self):
         for spec in DTYPES:
@@ -39,7 +44,7 @@ class TestSizes(CustomTestCase):
                     ]
                     owned += pool.kv_buffer + pool.index_k_with_scale_buffer
                     owned += MissQueue(windows, sizes.top_k, TOKENS + PAGE, DEVICE).tensors()
-                    allocated = sum(tensor.nbytes for tensor in owned)
+                    allocated = sum(tensor.nbytes for tensor in owned) + page_table_bytes(sizes)
                     # Not counted: counters, the words of the queue, and 8 bytes a page of 64 rows.
                     missing = allocated - sizes.device_bytes(TOKENS)
                     self.assertGreaterEqual(missing, 0)
@@ -49,8 +54,10 @@ class TestSizes(CustomTestCase):
         spec = DTYPES[0]
         plain = dataclasses.replace(SIZES, row_bytes=spec[2])
         sizes = dataclasses.replace(plain, queries=3, draft_layers=1)
-        queues = [MissQueue(SIZES.num_windows, s.swap_entries, TOKENS, DEVICE) for s in (plain, sizes)]
-        more = [sum(tensor.nbytes for tensor in queue.tensors()) for queue in queues]
+        more = []
+        for s in (plain, sizes):
+            queue = MissQueue(s.num_windows, s.swap_entries, TOKENS, DEVICE)
+            more.append(sum(tensor.nbytes for tensor in queue.tensors()) + page_table_bytes(s))
         # The draft model's pool is SGLang's own, of one layer and as many slots.
         pool = NSATokenToKVPool(
             TOKENS,

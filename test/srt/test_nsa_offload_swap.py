@@ -13,7 +13,10 @@ from sglang.jit_kernel.nsa_kv_offload import MissQueue
 from sglang.srt.mem_cache.sparsity.nsa_offload import adaptor, controller, lru_cache
 from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
-from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
+from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import (
+    PAGE_TABLE_BYTES_PER_ENTRY,
+    OffloadSizes,
+)
 from sglang.srt.mem_cache.sparsity.nsa_offload.step_inputs import StepInputs
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.test_utils import CustomTestCase
@@ -410,7 +413,7 @@ class TestLoadOrder(CustomTestCase):
 
 class TestStepInputs(CustomTestCase):
     def setUp(self):
-        self.inputs = StepInputs(SIZES, 2, DEVICE)
+        self.inputs = StepInputs(SIZES, 0, DEVICE)
 
     def read(self):
         inputs = self.inputs
@@ -449,6 +452,24 @@ class TestStepInputs(CustomTestCase):
         self.inputs.reserve(1)
         self.set(2, [1, 0], [3, 4], [63, 64], ForwardMode.DECODE)
         self.assertEqual(self.read()[0], [1, 0])
+
+    def test_room_for_windows_and_padding(self):
+        inputs = StepInputs(SIZES, 3, DEVICE)
+        inputs.set_padding(SIZES.num_windows + 3, ForwardMode.DECODE)
+        with self.assertRaisesRegex(RuntimeError, "batch of 7 requests.*larger than the 6"):
+            inputs.set_padding(SIZES.num_windows + 4, ForwardMode.DECODE)
+
+    def test_page_table_is_one_buffer_of_device_slots(self):
+        """What an attention reads that comes too early: the layer before, or the dummy slot."""
+        self.set(3, [1, 0], [3, 4], [63, 64], ForwardMode.TARGET_VERIFY)
+        table = self.inputs.page_table
+        self.assertEqual(table.shape, (3 * SIZES.queries, SIZES.top_k))
+        self.assertEqual(table.nbytes, PAGE_TABLE_BYTES_PER_ENTRY * SIZES.num_windows * SIZES.swap_entries)
+        self.assertFalse(table.any())
+        table.fill_(5)
+        self.set(1, [1], [3], [63], ForwardMode.DECODE)
+        self.assertEqual(self.inputs.page_table.data_ptr(), table.data_ptr())
+        self.assertTrue((self.inputs.page_table == 5).all())
 
 
 class TestDecode(CustomTestCase):

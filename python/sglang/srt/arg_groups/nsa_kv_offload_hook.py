@@ -109,12 +109,6 @@ CONFLICTS = (
         f"pass --speculative-num-steps {MAX_SPECULATIVE_STEPS} or less",
     ),
     Conflict(
-        lambda a: _speculates(a) and (a.moe_a2a_backend != "none" or a.moe_dense_tp_size == 1),
-        "--moe-a2a-backend or --moe-dense-tp-size with --speculative-algorithm",
-        "they pad the tokens of a verify step after its windows have been chosen",
-        "drop them, or --speculative-algorithm",
-    ),
-    Conflict(
         lambda a: _speculates(a) and a.speculative_adaptive,
         "--speculative-adaptive",
         "windows and CUDA graphs are made for one number of drafts",
@@ -176,12 +170,6 @@ CONFLICTS = (
         "--enable-streaming-session",
         "a session keeps its row, and so a window, between requests",
         "drop --enable-streaming-session",
-    ),
-    Conflict(
-        lambda a: a.enable_dp_attention,
-        "--enable-dp-attention",
-        "padded and idle ranks are not covered yet",
-        "use --tp-size, or one server for each data-parallel rank",
     ),
     Conflict(
         lambda a: a.enable_nsa_prefill_context_parallel,

@@ -52,7 +52,8 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
     def init_forward_metadata(self, forward_batch: "ForwardBatch"):
         self.coordinator.forward_begin(forward_batch)
         super().init_forward_metadata(forward_batch)
-        if is_decode_step(forward_batch.forward_mode):
+        # An idle rank's padding runs the indexer, and no attention.
+        if is_decode_step(forward_batch.forward_mode) or forward_batch.forward_mode.is_idle():
             return
         staged = self.coordinator.staging.device_slots
         metadata = self.forward_metadata
@@ -165,6 +166,7 @@ class NSAOffloadAttnBackend(NativeSparseAttnBackend):
         """Write the step's new rows, wait for the others; ``[B * Q, K]`` int32 device slots."""
         if save_kv_cache and k is not None:
             slots = forward_batch.out_cache_loc
+            self.coordinator.pad_write_slots(len(slots))
             forward_batch.token_to_kv_pool.set_mla_kv_buffer(layer, slots, k, k_rope)
         return self.coordinator.attention_begin(
             q, k, v, layer, forward_batch, self.forward_metadata, topk_indices=topk_indices

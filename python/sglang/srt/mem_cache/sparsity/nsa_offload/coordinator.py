@@ -34,17 +34,14 @@ if TYPE_CHECKING:
 class LayerSwap:
     """A layer's swap on the load stream, from its top-k to its attention.
 
-    Both tensors are the forward stream's memory, and kept until it has waited for the load stream.
-
     Attributes:
         layer_id: layer of the model.
-        topk: ``[B * Q, K]`` int32 positions.
-        page_table: ``[B * Q, K]`` int32 device slots.
+        topk: ``[B * Q, K]`` int32 positions. The forward stream's memory, kept until that stream
+            has waited for the load stream.
     """
 
     layer_id: int
     topk: torch.Tensor
-    page_table: torch.Tensor
 
 
 class NSAOffloadCoordinator(SparseCoordinator):
@@ -66,6 +63,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         device_pool: NSAOffloadTokenToKVPool,
         host_pool: NSAKVOnlyTokenToKVPoolHost,
         keep_finished_rows: bool = False,
+        batch_padding: int = 0,
     ):
         device = device_pool.device
         # A prefix cache may hand a finished request's slots to another.
@@ -116,7 +114,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         # Device state, changed on the forward stream only.
         rows = req_to_token_pool.req_to_token.shape[0]
         self._window_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        self.inputs = StepInputs(sizes, rows, device)
+        self.inputs = StepInputs(sizes, batch_padding, device)
         self._swap: Optional[LayerSwap] = None  # begun by the layer in progress
 
     # ---- scheduler side -------------------------------------------------------------
@@ -234,11 +232,21 @@ class NSAOffloadCoordinator(SparseCoordinator):
     # ---- forward --------------------------------------------------------------------
 
     def forward_begin(self, forward_batch: "ForwardBatch") -> None:
-        """Start a forward on its stream: tables up to date, earlier copies to the host done."""
+        """Start a forward on its stream: tables up to date, earlier copies to the host done.
+
+        Raises:
+            RuntimeError: SGLang runs a decode batch as a prefill, which would read staging slots.
+        """
+        if hasattr(forward_batch, "_original_forward_mode"):
+            raise RuntimeError(
+                f"A {forward_batch._original_forward_mode.name} batch came as "
+                f"{forward_batch.forward_mode.name}: its rows are in windows, not staged."
+            )
         if is_decode_step(forward_batch.forward_mode):
             self.decode_begin(
                 forward_batch.batch_size,
-                forward_batch.batch_size,
+                # SGLang pads an eager batch, and keeps what it was.
+                getattr(forward_batch, "_original_batch_size", forward_batch.batch_size),
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,
                 forward_batch.forward_mode,
@@ -302,15 +310,28 @@ class NSAOffloadCoordinator(SparseCoordinator):
 
     # ---- one layer ------------------------------------------------------------------
 
+    def pad_write_slots(self, num_tokens: int) -> None:
+        """Give each token of a decode step a device slot.
+
+        SGLang pads the tokens of an eager verify step after its forward has begun; theirs is the
+        dummy slot.
+        """
+        slots = self.token_to_kv_pool.write_slots
+        if num_tokens > len(slots):
+            padding = (0, num_tokens - len(slots))
+            self.token_to_kv_pool.write_slots = torch.nn.functional.pad(slots, padding)
+
     def swap_begin(self, layer_id: int, topk: torch.Tensor) -> None:
         """Make a decode layer's top-k resident beside what the forward does up to its attention.
 
         Args:
-            topk: ``[B * Q, K]`` int32 positions, -1 for none; Q queries a request.
+            topk: ``[>= B * Q, K]`` int32 positions, -1 for none; Q queries a request. More rows
+                are padding.
         """
-        page_table = torch.empty_like(topk, memory_format=torch.contiguous_format)
+        page_table = self.inputs.page_table
+        topk = topk[: len(page_table)]
         with self.controller.load_begin():
-            page_table = self.backend_adaptor.adapt_for_attn_metadata(
+            self.backend_adaptor.adapt_for_attn_metadata(
                 selected_indices=topk,
                 valid_lengths=None,
                 sparse_mask=None,
@@ -325,7 +346,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
                 queries=self.inputs.queries,
                 out=page_table,
             )
-        self._swap = LayerSwap(layer_id, topk, page_table)
+        self._swap = LayerSwap(layer_id, topk)
 
     def _handle_sparse_retrieve(
         self,
@@ -340,18 +361,17 @@ class NSAOffloadCoordinator(SparseCoordinator):
         """``attention_begin`` of a decode layer; the model's own indexer chose the top-k.
 
         Args:
-            topk_indices: ``[B * Q, K]`` int32 positions, as in ``swap_begin``.
+            topk_indices: ``[>= B * Q, K]`` int32 positions, as in ``swap_begin``.
 
         Returns:
             ``[B * Q, K]`` int32 device slots. On the current stream each of them holds its row.
         """
-        swap, self._swap = self._swap, None
-        if swap is None or swap.layer_id != layer.layer_id or swap.topk is not topk_indices:
+        if self._swap is None or self._swap.layer_id != layer.layer_id:
             # A layer that takes over another's top-k has not run its indexer.
             self.swap_begin(layer.layer_id, topk_indices)
-            swap, self._swap = self._swap, None
         self.controller.load_end()
-        return swap.page_table
+        self._swap = None
+        return self.inputs.page_table
 
     def attention_end(
         self,

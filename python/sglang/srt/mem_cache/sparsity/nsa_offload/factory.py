@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.layers.dp_attention import get_attention_tp_size
 from sglang.srt.mem_cache.sparsity.nsa_offload.config import (
     NSAKVOffloadConfig,
     registers_host_memory,
@@ -45,6 +46,8 @@ def attach_nsa_kv_offload(model_runner: "ModelRunner") -> None:
         device_pool,
         host_pool,
         keep_finished_rows=not server_args.disable_radix_cache,
+        # Tokens of an eager batch are padded to a multiple of the attention ranks.
+        batch_padding=get_attention_tp_size() - 1,
     )
     logger.info(
         "Decode KV offloading: %d tokens, %d windows of %d slots, %d staging slots; "

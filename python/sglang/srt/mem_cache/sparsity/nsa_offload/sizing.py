@@ -34,6 +34,8 @@ MAX_DERIVED_REQUESTS = 256
 # Of the index key of one token and layer, and of a staging map entry.
 INDEX_KEY_BYTES = 128 + 4
 STAGING_MAP_BYTES_PER_PAGE = 4
+# A layer's page table; SGLang's padding of a batch is a few rows more.
+PAGE_TABLE_BYTES_PER_ENTRY = 4
 # The loader of these models takes a checkpoint with exactly one multi-token-prediction layer.
 NEXTN_LAYERS = 1
 # What limits the number of logical slots.
@@ -98,7 +100,8 @@ class OffloadSizes:
         """Device bytes of one more window, its tables included, all layers."""
         rows = self.window_slots * self.row_bytes * self.num_layers
         tables = LRUCacheState.bytes_per_window(self.num_layers, self.lru_slots)
-        return rows + tables + MissQueue.BYTES_PER_ENTRY * self.swap_entries
+        entries = (MissQueue.BYTES_PER_ENTRY + PAGE_TABLE_BYTES_PER_ENTRY) * self.swap_entries
+        return rows + tables + entries
 
     @property
     def fixed_bytes(self) -> int:

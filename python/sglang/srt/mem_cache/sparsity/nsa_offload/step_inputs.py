@@ -1,4 +1,4 @@
-"""What a decode forward knows of its batch: windows, request rows, lengths, write slots."""
+"""What a decode forward knows of its batch, and the page table that its layers fill."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def is_decode_step(forward_mode: "ForwardMode") -> bool:
-    """Whether a forward reads windows: decode, the verify step of speculation, or idle."""
-    return forward_mode.is_decode_or_idle() or forward_mode.is_target_verify()
+    """Whether a forward reads windows: decode, or the verify step of speculation."""
+    return forward_mode.is_decode() or forward_mode.is_target_verify()
 
 
 class StepInputs:
@@ -23,22 +23,26 @@ class StepInputs:
     The batch stands in front, padding behind it. ``B`` requests, padding included, have ``Q``
     query tokens each: 1 in decode, those of a verify step else.
 
+    The page table is one buffer for all layers, written by a layer's swap and read by its
+    attention. It holds device slots at any time, so an attention that came too early would read
+    old rows, and never a wild address.
+
     Args:
-        sizes: of the windows.
-        max_batch: requests that the buffers hold.
+        sizes: of the windows, one of which each request of a batch has.
+        padding: requests that SGLang may add to an eager batch.
         device: of the buffers.
 
     Attributes:
         queries: Q of the forward set last.
     """
 
-    def __init__(self, sizes: OffloadSizes, max_batch: int, device: torch.device):
+    def __init__(self, sizes: OffloadSizes, padding: int, device: torch.device):
         self._sizes = sizes
         self._device = device
         self._from_end = torch.arange(-sizes.queries, 0, device=device)
         self._max_batch = 0
         self.queries = 1
-        self.reserve(max_batch)
+        self.reserve(sizes.num_windows + padding)
 
     def reserve(self, max_batch: int) -> None:
         """Make room for a batch; call it before graphs are captured, which keep the buffers.
@@ -54,6 +58,7 @@ class StepInputs:
         self._request_rows = filled(max_batch, 0, torch.int32)
         self._lens = filled(max_batch, 0, torch.int32)
         self._write_slots = filled(max_batch * self._sizes.queries, 0, torch.int64)
+        self._page_table = filled(max_batch * self._sizes.swap_entries, 0, torch.int32)
         self._batch_size = 0
 
     def set(
@@ -95,6 +100,11 @@ class StepInputs:
 
     def set_padding(self, batch_size: int, forward_mode: "ForwardMode", first: int = 0) -> None:
         """Make requests from ``first`` on padding: graph capture and warm-up leave no trace."""
+        if batch_size > self._max_batch:
+            raise RuntimeError(
+                f"A decode batch of {batch_size} requests, padding included, is larger than the "
+                f"{self._max_batch} that its windows and padding allow."
+            )
         self.queries = self._sizes.queries if forward_mode.is_target_verify() else 1
         self._windows[first:batch_size] = -1
         self._request_rows[first:batch_size] = 0
@@ -121,3 +131,9 @@ class StepInputs:
     def write_slots(self) -> torch.Tensor:
         """``[B * Q]`` int64 device slots of the step's new rows; 0, the dummy slot, for padding."""
         return self._write_slots[: self._batch_size * self.queries]
+
+    @property
+    def page_table(self) -> torch.Tensor:
+        """``[B * Q, K]`` int32 device slots of the layer in progress; 0 where none was set yet."""
+        rows, top_k = self._batch_size * self.queries, self._sizes.top_k
+        return self._page_table[: rows * top_k].view(rows, top_k)
