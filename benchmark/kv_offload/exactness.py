@@ -5,8 +5,9 @@
 Every engine is the real scheduler in this process, so both sides see the same requests in the same order and form the same
 batches. The first case first shows that runs without offloading agree (`--off-runs`); only then does a comparison mean anything.
 A fourth part of a case's name is a number of draft tokens: multi-token prediction on both sides, which must accept as many. A fifth
-says what happens to the stream of loads: `late` has it, and the forward after it, wait a while in every layer; a fault leaves out
-a wait as well, and must change tokens (eager only: a graph cannot be captured without).
+says what happens to the side with offloading: `late` has the stream of loads, and the forward after it, wait a while in every layer; a
+fault leaves out a wait as well, and must change tokens (eager only: a graph cannot be captured without); `ranks` is `late` with what
+other data-parallel ranks cause: an idle forward after each step, after which freed memory is overwritten, and padded eager batches.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import harness  # noqa: F401  (sets the environment; before sglang and torch)
 
 import torch
 from deterministic_topk import deterministic_topk
-from harness import offload
+from harness import mlp_sync, offload
 from harness.scheduler import InprocScheduler
 from tiny_model import TinySpec, write_checkpoint
 
@@ -133,6 +134,32 @@ def late_loads(fault: str = "") -> Iterator[None]:
         yield
 
 
+@contextmanager
+def other_ranks(queries: int, limit: int) -> Iterator[None]:
+    """While open, late loads; each eager batch is padded by 1 to 7 requests, up to ``limit``, and an idle forward follows each step.
+
+    Speculation has its own idle forwards, which only several ranks can run: then batches are padded alone.
+    """
+    step, rng = InprocScheduler.step, random.Random(0)
+
+    def step_and_idle(engine):
+        batch = step(engine)
+        mlp_sync.idle_forward(engine, rng.randrange(1, 9))
+        poison_freed_memory(engine)
+        return batch
+
+    idle = mock.patch.object(InprocScheduler, "step", step_and_idle) if queries == 1 else nullcontext()
+    with late_loads(), mlp_sync.padded(lambda batch: rng.randrange(1, 8), queries, limit=limit), idle:
+        yield
+
+
+def poison_freed_memory(engine) -> None:
+    """Overwrite what the idle forward has freed, top-k lists and page tables among it, as another rank's tokens would."""
+    with engine.scheduler.device_module.StreamContext(engine.scheduler.forward_stream):
+        blocks = [torch.full((rows, 2048), 0x7F7F7F7F, dtype=torch.int32, device="cuda") for rows in (1, 2, 4, 8, 64) * 8]
+    del blocks
+
+
 def compare(left: list, right: list) -> dict:
     """How many requests agree, and the first that does not."""
     wrong = [i for i, (a, b) in enumerate(zip(left, right)) if a != b]
@@ -154,7 +181,8 @@ def case(args, work, dtype, graphs, overlap, steps, loads, off_runs) -> dict:
     off = [run(model, work, args.new_tokens, overlap, **shared) for _ in range(off_runs)]
     row["off_vs_off"] = [compare(off[0]["outputs"], other["outputs"]) for other in off[1:]]
     config = {"decode_nsa_kv_offload_config": json.dumps({"window_size": window})}
-    with late_loads(loads) if loads else nullcontext():
+    stream = other_ranks(steps + 1, args.requests) if loads == "ranks" else late_loads(loads) if loads else nullcontext()
+    with stream:
         on = run(model, work, args.new_tokens, overlap, enable_decode_nsa_kv_offload=True, **config, **shared)
     row["on_vs_off"] = compare(off[0]["outputs"], on["outputs"])
     row["distinct_tokens"] = len(set(itertools.chain(*off[0]["outputs"])))
@@ -187,6 +215,8 @@ def main() -> None:
         names += [f"{dtype}:{graphs}:overlap:3" for dtype in BACKENDS for graphs in ("graphs", "eager")]
         names += [f"{dtype}:graphs:overlap:{steps}:late" for dtype in BACKENDS for steps in (0, 3)]
         names += [f"fp8_e4m3:eager:overlap:0:{loads}" for loads in ("late", *LOAD_FAULTS)]
+        names += [f"{dtype}:{graphs}:overlap:0:ranks" for dtype in BACKENDS for graphs in ("graphs", "eager")]
+        names += ["fp8_e4m3:eager:overlap:3:ranks"]
     with deterministic_topk():
         for index, name in enumerate(names):
             parts = name.split(":")

@@ -91,13 +91,15 @@ def delay_copies(stack: ExitStack) -> None:
 
 def live(engine, stamps, args) -> dict:
     """Submit, step, abort and retract at random; check stamps as it goes."""
+    from harness import mlp_sync
+
     rng = random.Random(args.seed)
     done = {"submitted": 0, "aborted": 0, "retracted": 0, "checked_rows": 0}
     for step in range(args.steps):
         waiting = engine.unfinished()
         if len(waiting) < 12 and rng.random() < 0.2:
             length = rng.choice((1, 64, 2047, 2049)) if rng.random() < 0.2 else rng.randrange(1, args.max_len)
-            prompt = [rng.randrange(3, 4096) for _ in range(length)]
+            prompt = [rng.randrange(3, args.vocab) for _ in range(length)]
             engine.submit(prompt, rng.choice((1, 5, 70, 200)))
             done["submitted"] += 1
         if waiting and rng.random() < 0.02:
@@ -106,6 +108,9 @@ def live(engine, stamps, args) -> dict:
         if rng.random() < 0.01 and engine.scheduler.running_batch.batch_size() > 2:
             done["retracted"] += len(engine.retract(1))
         engine.step()
+        if args.ranks and rng.random() < 0.3:
+            mlp_sync.idle_forward(engine, rng.randrange(1, 9))
+            done["idle_forwards"] = done.get("idle_forwards", 0) + 1
         if step % 20 == 0:
             done["checked_rows"] += sum(stamps.check(engine, host=step % 100 == 0, max_host_rows=8192))
     done["checked_rows"] += sum(stamps.check(engine, host=True))
@@ -147,7 +152,7 @@ def scenario(args) -> dict:
     if args.lone:
         return long_requests(args)
     from exactness import settings, slim_model
-    from harness import offload
+    from harness import mlp_sync, offload
     from harness.scheduler import InprocScheduler
     from harness.stamps import StampError, Stamps
 
@@ -162,6 +167,9 @@ def scenario(args) -> dict:
             plant(args.fault, stack)
         if args.delay:
             delay_copies(stack)
+        if args.ranks:
+            rng, padded = random.Random(args.seed), []
+            stack.enter_context(mlp_sync.padded(lambda batch: rng.choice((0, 1, 7)), seen=padded, limit=8))
         engine = stack.enter_context(InprocScheduler(model, overlap=args.loop == "overlap", **more))
         allocator = engine.scheduler.token_to_kv_pool_allocator
         if args.high:
@@ -178,6 +186,8 @@ def scenario(args) -> dict:
         except StampError as error:
             result["caught"] = str(error)
         result["counters"] = offload.coordinator(engine).lru.counters.tolist()
+        if args.ranks:
+            result["padded_batches"] = {mode: padded.count(mode) for mode in set(padded)}
     return {**result, "seconds": round(time.time() - begin, 1)}
 
 
@@ -189,11 +199,13 @@ def plan(steps: int) -> list:
         ("graphs, overlap, delayed copies", ["--steps", str(steps), "--delay"], False),
         ("graphs, overlap, bf16, delayed copies", ["--steps", str(steps // 3), "--delay", "--dtype", "bfloat16"], False),
         ("eager, normal", ["--steps", str(steps // 5), "--eager", "--loop", "normal"], False),
+        ("graphs, overlap, idle and padded, delayed copies", ["--steps", str(steps // 2), "--delay", "--ranks"], False),
+        ("eager, overlap, idle and padded, delayed copies", ["--steps", str(steps // 2), "--delay", "--ranks", "--eager"], False),
         ("rows beyond 2^31 bytes", ["--steps", str(min(300, steps)), *high], False),
     ]
     rows.append(("lone decode node, 64 x 32K and 8 x 128K", ["--steps", str(min(500, steps)), "--lone"], False))
     for fault in FAULTS:
-        flags = ["--steps", str(min(600, steps)), "--fault", fault]
+        flags = ["--steps", str(min(600, steps)), "--fault", fault, "--ranks"]
         rows.append((f"fault: {fault}", flags + (high if fault == "int32_address" else []), True))
     return rows
 
@@ -224,6 +236,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--total-tokens", type=int, default=40960, help="of all requests; small, so that decode retracts")
     parser.add_argument("--max-len", type=int, default=9000)
+    parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--dtype", default="fp8_e4m3")
     parser.add_argument("--loop", default="overlap", choices=("overlap", "normal"))
     parser.add_argument("--eager", action="store_true")
@@ -231,6 +244,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fault", choices=FAULTS)
     parser.add_argument("--delay", action="store_true")
+    parser.add_argument("--ranks", action="store_true", help="what other data-parallel ranks cause: idle forwards, padded batches")
     parser.add_argument("--high", action="store_true", help="occupy all slots below 2^31 bytes first")
     parser.add_argument("--lone", action="store_true", help="a decode node whose transfers are none")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -12,13 +12,16 @@ from harness.environment import ON_GPU
 
 
 @contextlib.contextmanager
-def padded(extra: Callable[[object], int], queries: int = 1, seen: Optional[List[str]] = None) -> Iterator[None]:
+def padded(
+    extra: Callable[[object], int], queries: int = 1, seen: Optional[List[str]] = None, limit: int = 1 << 30
+) -> Iterator[None]:
     """While open, eager forwards of the target model are padded.
 
     Args:
         extra: requests that a batch (SGLang's ModelWorkerBatch) is padded by; 0 leaves it alone.
         queries: query tokens of a request in a verify step.
         seen: the forward modes that were padded are appended.
+        limit: requests of the longest rank, which no padded decode batch exceeds.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -26,7 +29,9 @@ def padded(extra: Callable[[object], int], queries: int = 1, seen: Optional[List
 
     def padded_init(cls, batch, runner):
         requests = 0 if runner.is_draft_worker else extra(batch)
-        if requests:
+        if batch.forward_mode.is_decode() or batch.forward_mode.is_target_verify():
+            requests = min(requests, limit - len(batch.seq_lens))
+        if requests > 0:
             unit = queries if batch.forward_mode.is_target_verify() else 1
             _name_tokens(batch, len(batch.input_ids) + requests * unit)
             batch.is_extend_in_batch = batch.forward_mode.is_extend() and not batch.forward_mode.is_target_verify()

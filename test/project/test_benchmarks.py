@@ -1,9 +1,11 @@
 """The benchmarks' own logic, in a size for the CPU: what they time is right, and is what they say."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import offload
+from harness import mlp_sync, offload
 from harness.environment import ROOT, child_environment
 from harness.scheduler import InprocScheduler
+from harness.stamps import Stamps
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmark" / "kv_offload"
 
@@ -253,3 +256,23 @@ def test_steps_without_a_part(part, tiny_model, serving_benchmarks, monkeypatch)
         monkeypatch.setattr(module.lone_node, "play", lambda *args: None)
         with pytest.raises(RuntimeError, match="were replayed"):
             list(module.measure(part, tiny_model, args))
+
+
+def test_what_other_ranks_cause_leaves_rows_and_tokens(tiny_model, serving_benchmarks, monkeypatch):
+    """The loops of ``exactness.py`` and ``stress.py`` with padded batches and idle forwards."""
+    exactness, stress = serving_benchmarks("exactness"), serving_benchmarks("stress")
+    on_cpu = torch.full
+    monkeypatch.setattr(torch, "full", lambda *args, device=None, **more: on_cpu(*args, **more))
+    monkeypatch.setattr(exactness, "late_loads", contextlib.nullcontext)
+    args = {**offload.server_args("fp8_e4m3"), **offload.offload_args(), "max_running_requests": 6}
+    work = offload.prompts([70, 200, 300])
+    plain = exactness.run(tiny_model, work, 12, True, **args)
+    with exactness.other_ranks(queries=1, limit=6):
+        assert exactness.run(tiny_model, work, 12, True, **args)["outputs"] == plain["outputs"]
+    rng, seen = random.Random(0), []
+    with Stamps() as stamps, mlp_sync.padded(lambda batch: rng.choice((0, 1, 5)), seen=seen, limit=6):
+        with InprocScheduler(tiny_model, overlap=True, max_total_tokens=4096, **args) as engine:
+            life = argparse.Namespace(seed=0, steps=100, max_len=600, ranks=True, vocab=2048)
+            done = stress.live(engine, stamps, life)
+            offload.check_idle(engine)
+    assert done["idle_forwards"] > 10 and done["checked_rows"] > 1000 and {"DECODE", "EXTEND"} == set(seen)
