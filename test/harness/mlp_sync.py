@@ -28,7 +28,7 @@ def padded(
     init_new = ForwardBatch.init_new.__func__
 
     def padded_init(cls, batch, runner):
-        requests = 0 if runner.is_draft_worker else extra(batch)
+        requests = 0 if runner.is_draft_worker or batch.forward_mode.is_idle() else extra(batch)
         if batch.forward_mode.is_decode() or batch.forward_mode.is_target_verify():
             requests = min(requests, limit - len(batch.seq_lens))
         if requests > 0:
