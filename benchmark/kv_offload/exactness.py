@@ -7,7 +7,8 @@ batches. The first case first shows that runs without offloading agree (`--off-r
 A fourth part of a case's name is a number of draft tokens: multi-token prediction on both sides, which must accept as many. A fifth
 says what happens to the side with offloading: `late` has the stream of loads, and the forward after it, wait a while in every layer; a
 fault leaves out a wait as well, and must change tokens (eager only: a graph cannot be captured without); `ranks` is `late` with what
-other data-parallel ranks cause: an idle forward after each step, after which freed memory is overwritten, and padded eager batches.
+other data-parallel ranks cause: an idle forward after each step, after which freed memory is overwritten, and eager batches that are padded,
+on both sides, since a kernel splits its work by the batch.
 """
 
 import argparse
@@ -134,13 +135,19 @@ def late_loads(fault: str = "") -> Iterator[None]:
         yield
 
 
+def padded_batches(queries: int, limit: int):
+    """While open, each eager batch is padded by 1 to 7 requests, up to ``limit``."""
+    rng = random.Random(0)
+    return mlp_sync.padded(lambda batch: rng.randrange(1, 8), queries, limit=limit)
+
+
 @contextmanager
 def other_ranks(queries: int, limit: int) -> Iterator[None]:
-    """While open, late loads; each eager batch is padded by 1 to 7 requests, up to ``limit``, and an idle forward follows each step.
+    """While open, batches are padded, loads come late, and an idle forward follows each step.
 
-    Speculation has its own idle forwards, which only several ranks can run: then batches are padded alone.
+    Speculation has its own idle forwards, which only several ranks can run: none then.
     """
-    step, rng = InprocScheduler.step, random.Random(0)
+    step, rng = InprocScheduler.step, random.Random(1)
 
     def step_and_idle(engine):
         batch = step(engine)
@@ -149,7 +156,7 @@ def other_ranks(queries: int, limit: int) -> Iterator[None]:
         return batch
 
     idle = mock.patch.object(InprocScheduler, "step", step_and_idle) if queries == 1 else nullcontext()
-    with late_loads(), mlp_sync.padded(lambda batch: rng.randrange(1, 8), queries, limit=limit), idle:
+    with late_loads(), padded_batches(queries, limit), idle:
         yield
 
 
@@ -178,7 +185,10 @@ def case(args, work, dtype, graphs, overlap, steps, loads, off_runs) -> dict:
     shared["disable_cuda_graph"] = not graphs
     window = max(args.window, 2048 * (steps + 1))
     row = {"kv_dtype": dtype, "graphs": graphs, "overlap": overlap, "window": window, "draft_tokens": steps, "loads": loads}
-    off = [run(model, work, args.new_tokens, overlap, **shared) for _ in range(off_runs)]
+    off = []
+    for _ in range(off_runs):
+        with padded_batches(steps + 1, args.requests) if loads == "ranks" else nullcontext():
+            off.append(run(model, work, args.new_tokens, overlap, **shared))
     row["off_vs_off"] = [compare(off[0]["outputs"], other["outputs"]) for other in off[1:]]
     config = {"decode_nsa_kv_offload_config": json.dumps({"window_size": window})}
     stream = other_ranks(steps + 1, args.requests) if loads == "ranks" else late_loads(loads) if loads else nullcontext()
