@@ -25,6 +25,8 @@ FAULTS = (
     "write_back_skipped",
     "int32_address",
 )
+# What waits for the GPU, and must be seen to.
+WAITS = ("upload_of_pageable_memory", "admission_waits_for_the_forward")
 LONE_LENGTHS, LONE_WINDOW = [32 * 1024] * 64 + [128 * 1024] * 8, 4096
 SLEEP_STORE_CYCLES = 4_000_000
 # Host slots below this lie within the first 2^31 bytes of a layer of 656-byte rows.
@@ -89,6 +91,105 @@ def delay_copies(stack: ExitStack) -> None:
     stack.enter_context(late_loads())
 
 
+# Calls of the scheduler's thread and of a forward's launch; none of them may wait for the GPU.
+CALLS = (
+    "prepare_extend",
+    "prepare_decode",
+    "on_request_end",
+    "hold_transfer",
+    "forward_end",
+    "forward_begin",
+    "decode_begin",
+    "swap_begin",
+    "attention_begin",
+    "attention_end",
+)
+
+
+class Waited(AssertionError):
+    """A call waited for the GPU."""
+
+
+def forbid_waits(stack: ExitStack) -> dict:
+    """Until ``stack`` closes each of ``CALLS`` raises where it waits for the GPU; returns how often each was called."""
+    import torch
+    from sglang.srt.mem_cache.sparsity.nsa_offload.coordinator import NSAOffloadCoordinator as Coordinator
+
+    counts = dict.fromkeys(CALLS, 0)
+
+    def waits(*args, **kwargs):
+        raise Waited("a stream or an event was waited for")
+
+    def guarded(name, call):
+        def guard(*args, **kwargs):
+            counts[name] += 1
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                with mock.patch.object(torch.cuda.Event, "synchronize", waits):
+                    with mock.patch.object(torch.cuda.Stream, "synchronize", waits):
+                        with mock.patch.object(torch.cuda, "synchronize", waits):
+                            return call(*args, **kwargs)
+            except RuntimeError as error:
+                if "synchronizing CUDA operation" in str(error):
+                    raise Waited(str(error)) from error
+                raise
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+
+        return guard
+
+    for name in CALLS:
+        stack.enter_context(mock.patch.object(Coordinator, name, guarded(name, getattr(Coordinator, name))))
+    return counts
+
+
+def plant_wait(wait: str, stack: ExitStack) -> None:
+    """Replace a call by one that waits, until ``stack`` closes."""
+    import torch
+    from sglang.srt.mem_cache.sparsity.nsa_offload import coordinator, staging
+
+    def pageable(values, device):
+        return torch.tensor(values, dtype=torch.int64).to(device)
+
+    def block(self, decode_req):
+        self.controller.synchronize(forwards=True)
+
+    if wait == "upload_of_pageable_memory":
+        for module in (coordinator, staging):
+            stack.enter_context(mock.patch.object(module, "upload", pageable))
+    else:
+        stack.enter_context(mock.patch.object(coordinator.NSAOffloadCoordinator, "hold_transfer", block))
+
+
+def nothing_waits(args) -> dict:
+    """A decode node whose requests come, go and are retracted, and no call of ``CALLS`` may wait."""
+    import lone_node
+    from exactness import slim_model
+    from turnover import Traffic
+
+    options = argparse.Namespace(context=2000, window=LONE_WINDOW, dtype=args.dtype)
+    result, begin = {"caught": None, "retracted": 0}, time.time()
+    with ExitStack() as stack:
+        if args.wait:
+            plant_wait(args.wait, stack)
+        counts = forbid_waits(stack)
+        model = slim_model(args.model, args.layers)
+        engine = stack.enter_context(lone_node.decode_node("ours", model, options, [16, 32], 200))
+        lone_node.randomize_index_keys(engine.kv_pool)
+        traffic = Traffic(engine, lone_node.prompt_of(2000), 32, room=0)
+        try:
+            for _ in range(args.steps // 20):
+                traffic.steps(20)
+                if engine.scheduler.running_batch.batch_size() > 2:
+                    result["retracted"] += len(engine.retract(1))
+            engine.abort(all_requests=True)
+            engine.drain()
+        except Waited as error:
+            result["caught"] = str(error)
+    return {**result, "calls": counts, "seconds": round(time.time() - begin, 1)}
+
+
 def live(engine, stamps, args) -> dict:
     """Submit, step, abort and retract at random; check stamps as it goes."""
     from harness import mlp_sync
@@ -151,6 +252,8 @@ def scenario(args) -> dict:
     """Run one scenario in this process."""
     if args.lone:
         return long_requests(args)
+    if args.no_waits:
+        return nothing_waits(args)
     from exactness import settings, slim_model
     from harness import mlp_sync, offload
     from harness.scheduler import InprocScheduler
@@ -167,6 +270,8 @@ def scenario(args) -> dict:
             plant(args.fault, stack)
         if args.delay:
             delay_copies(stack)
+        else:
+            result["calls"] = forbid_waits(stack)
         if args.ranks:
             rng, padded = random.Random(args.seed), []
             stack.enter_context(mlp_sync.padded(lambda batch: rng.choice((0, 1, 7)), seen=padded, limit=8))
@@ -204,6 +309,9 @@ def plan(steps: int) -> list:
         ("rows beyond 2^31 bytes", ["--steps", str(min(300, steps)), *high], False),
     ]
     rows.append(("lone decode node, 64 x 32K and 8 x 128K", ["--steps", str(min(500, steps)), "--lone"], False))
+    rows.append(("lone decode node, nothing waits", ["--steps", str(min(400, steps)), "--no-waits"], False))
+    for wait in WAITS:
+        rows.append((f"wait: {wait}", ["--steps", str(min(400, steps)), "--no-waits", "--wait", wait], True))
     for fault in FAULTS:
         flags = ["--steps", str(min(600, steps)), "--fault", fault, "--ranks"]
         rows.append((f"fault: {fault}", flags + (high if fault == "int32_address" else []), True))
@@ -247,6 +355,8 @@ def main() -> None:
     parser.add_argument("--ranks", action="store_true", help="what other data-parallel ranks cause: idle forwards, padded batches")
     parser.add_argument("--high", action="store_true", help="occupy all slots below 2^31 bytes first")
     parser.add_argument("--lone", action="store_true", help="a decode node whose transfers are none")
+    parser.add_argument("--no-waits", action="store_true", help="a decode node whose requests come and go")
+    parser.add_argument("--wait", choices=WAITS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="*", help="scenarios whose name has one of these in it")
     args = parser.parse_args()

@@ -276,3 +276,16 @@ def test_what_other_ranks_cause_leaves_rows_and_tokens(tiny_model, serving_bench
             done = stress.live(engine, stamps, life)
             offload.check_idle(engine)
     assert done["idle_forwards"] > 10 and done["checked_rows"] > 1000 and {"DECODE", "EXTEND"} == set(seen)
+
+
+def test_turnover_serves_what_ends(tiny_model, serving_benchmarks, monkeypatch):
+    turnover, lone_node = serving_benchmarks("turnover"), sys.modules["lone_node"]
+    monkeypatch.setattr(turnover, "SETTLE_STEPS", 5)
+    for context in (60, 700):
+        args = argparse.Namespace(
+            window=128, dtype="bfloat16", layers=3, context=context, outstanding=4, warmup=2, steps=2, rounds=2, turnover_steps=60
+        )
+        row = turnover.measure("ours", tiny_model, args)
+        assert sum(r["ended"] for r in row["turnover"]) > 5 and row["tokens_per_s"] > 0
+        assert all(3 < r["mean_batch"] <= 4 for r in row["turnover"])
+        assert row["fixed_miss_rate"] <= 1 / lone_node.TOP_K  # the row that has left the ring

@@ -10,6 +10,7 @@ import pytest
 from harness import offload
 from harness.delivery import Delivery, decode_node
 from harness.scheduler import InprocScheduler
+from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
 
 PROMPTS = offload.prompts((129, 300, 5, 200), seed=3)
@@ -144,20 +145,59 @@ def check_tokens(engine, rids, expected, gone=None):
     offload.check_idle(engine)
 
 
-def test_slots_wait_for_the_forward_in_flight(node):
-    """A prefill node may write to slots only when no forward of their last owner can."""
+class Pending:
+    """Stands in for the event of a forward or a copy that goes on for as long as a test wants."""
+
+    done = False
+
+    def query(self):
+        return self.done
+
+
+def test_prefill_node_learns_of_slots_when_nothing_writes_to_them(node, expected):
+    """Until then nobody waits: the other request decodes on, and the new one is in transfer."""
     engine, delivery = node
-    wait, waits = SparseCacheController.synchronize, []
+    event, asked, told = Pending(), [], []
+    in_flight, send = SparseCacheController.writes_in_flight, FakeKVReceiver.send_metadata
 
-    def recording(controller, forwards=False):
-        waits.append((forwards, bool(offload.coordinator(engine)._released)))
-        wait(controller, forwards)
+    def forwards_go_on(controller, forwards):
+        asked.append((forwards, bool(offload.coordinator(engine)._released)))
+        return in_flight(controller, forwards) + [event] * forwards
 
-    with mock.patch.object(SparseCacheController, "synchronize", recording):
-        first, _ = [engine.submit(PROMPTS[2], 8 + 4 * i, **delivery.place(2)) for i in range(2)]
+    def noted(receiver, *args, **more):
+        told.append(receiver.room)
+        send(receiver, *args, **more)
+
+    with (
+        mock.patch.object(SparseCacheController, "writes_in_flight", forwards_go_on),
+        mock.patch.object(FakeKVReceiver, "send_metadata", noted),
+    ):
+        first, second = [engine.submit(PROMPTS[2], 8 + 16 * i, **delivery.place(2)) for i in range(2)]
         engine.step_until(lambda: first in engine.finished)
-        engine.submit(PROMPTS[0], 4, **delivery.place(0))
+        place = delivery.place(0)
+        third = engine.submit(PROMPTS[0], NEW_TOKENS, **place)
+        for _ in range(4):
+            engine.step()
+        assert asked[-1] == (True, True) and place["bootstrap_room"] not in told
+        assert queues(engine)["transferring"] == [third] and len(engine.outputs[second]) > 8
+        event.done = True
         engine.step()
+        assert place["bootstrap_room"] in told
         engine.drain()
-    assert (True, True) in waits and (False, False) in waits
-    assert all(forwards == released for forwards, released in waits)
+    assert (False, False) in asked and all(forwards == released for forwards, released in asked)
+    check_tokens(engine, {third: 0}, expected)
+
+
+def test_abort_before_the_prefill_node_knows_the_slots(node, expected):
+    """The transfer has not begun: the slots are free when it could have."""
+    engine, delivery = node
+    event = Pending()
+    with mock.patch.object(SparseCacheController, "writes_in_flight", lambda controller, forwards: [event]):
+        victim = engine.submit(PROMPTS[1], NEW_TOKENS, **delivery.place(1))
+        engine.step_until(lambda: victim in queues(engine)["transferring"])
+        engine.abort(victim)
+        engine.step()
+        assert engine.finished[victim]["type"] == "abort" and not flush(engine)
+        event.done = True
+        engine.drain()
+    check_tokens(engine, {victim: 1}, expected, gone=victim)

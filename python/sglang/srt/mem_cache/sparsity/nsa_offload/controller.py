@@ -135,6 +135,17 @@ class SparseCacheController:
         if self._forward_stream is not None:
             self._store_stream.wait_stream(self._forward_stream)
 
+    def writes_in_flight(self, forwards: bool) -> list[torch.Event]:
+        """Events behind the copies to the host issued so far, without those that are done.
+
+        Args:
+            forwards: and behind every forward launched so far.
+        """
+        events = [] if self._stored is None else [self._stored]
+        if forwards and self._forward_stream is not None:
+            events.append(self._record(self._forward_stream))
+        return [event for event in events if not event.query()]
+
     def synchronize(self, forwards: bool = False) -> None:
         """Block until every copy to the host is done; for idle moments and CPU readers.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
+from sglang.srt.disaggregation.held_receiver import HeldReceiver
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.sparsity.algorithms.deepseek_nsa import DeepSeekNSAAlgorithm
 from sglang.srt.mem_cache.sparsity.core.sparse_coordinator import (
@@ -21,9 +22,11 @@ from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
 from sglang.srt.mem_cache.sparsity.nsa_offload.staging import PrefillStaging
 from sglang.srt.mem_cache.sparsity.nsa_offload.step_inputs import StepInputs, is_decode_step
+from sglang.srt.mem_cache.sparsity.nsa_offload.uploads import upload
 from sglang.srt.mem_cache.sparsity.nsa_offload.window_allocator import Lease, SparseSlotAllocator
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
@@ -190,22 +193,24 @@ class NSAOffloadCoordinator(SparseCoordinator):
                 device_slots.append(self._ring_slot(lease, position))
             lease.end_position = end
         if rows:
-            rows, positions, device_slots = torch.tensor(
-                [rows, positions, device_slots], dtype=torch.int64
-            ).to(self.device)
+            rows, positions, device_slots = upload([rows, positions, device_slots], self.device)
             self.controller.write_back(
                 device_slots, self.req_to_token_pool.req_to_token[rows, positions].long()
             )
 
-    def before_slots_are_reused(self) -> None:
-        """Block until nothing can write to a freed slot; for writers outside the GPU.
+    def hold_transfer(self, decode_req: "DecodeRequest") -> None:
+        """Keep a request's slots from its prefill node while their last owner may be written.
 
-        Within the GPU streams order a slot's old and new rows. A prefill node's transfer is
-        ordered after nothing: neither after copies to the host, nor after the forward in
-        flight, which still writes index keys (and rows of a draft layer) of a request that has
-        ended. A release that no forward has seen yet tells that there may be one.
+        That is by copies to the host, and by the forward in flight, which still writes index keys
+        (and rows of a draft layer) of a request that has ended. A release that no forward has seen
+        yet tells that there may be one.
+
+        Args:
+            decode_req: has its slots; its receiver sends the metadata next.
         """
-        self.controller.synchronize(forwards=bool(self._released))
+        events = self.controller.writes_in_flight(forwards=bool(self._released))
+        if events:
+            HeldReceiver(decode_req, events)
 
     def _write_back_last_rows(self, row: int, lease: Lease, committed: int) -> None:
         """Complete a finished request on the host, where a prefix cache keeps its slots.
@@ -216,9 +221,8 @@ class NSAOffloadCoordinator(SparseCoordinator):
         positions = range(lease.end_position, committed)
         if not positions:
             return
-        device_slots = torch.tensor(
-            [self._ring_slot(lease, position) for position in positions], dtype=torch.int64
-        ).to(self.device)
+        ring_slots = [self._ring_slot(lease, position) for position in positions]
+        device_slots = upload(ring_slots, self.device)
         host_slots = self.req_to_token_pool.req_to_token[
             row, lease.end_position : committed
         ].long()
@@ -290,20 +294,20 @@ class NSAOffloadCoordinator(SparseCoordinator):
         self.controller.forward_begin()
         self.staging.apply_pending(self.req_to_token_pool.req_to_token)
         if self._released:
-            rows, windows = torch.tensor(self._released, dtype=torch.int64).T.to(self.device)
+            rows, windows = upload(list(zip(*self._released)), self.device)
             self._window_of_row[rows] = -1
             self.lru.reset_windows(windows)
             self._released = []
         if self._admitted_rows:
             leases = [self._leases[row] for row in self._admitted_rows]
-            rows, windows, positions = torch.tensor(
+            rows, windows, positions = upload(
                 [
                     self._admitted_rows,
                     [lease.window.index for lease in leases],
                     [lease.first_position for lease in leases],
                 ],
-                dtype=torch.int64,
-            ).to(self.device)
+                self.device,
+            )
             self._window_of_row[rows] = windows.int()
             self.lru.begin_windows(windows, positions)
             self._admitted_rows = []

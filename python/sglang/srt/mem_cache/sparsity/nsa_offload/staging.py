@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
+from sglang.srt.mem_cache.sparsity.nsa_offload.uploads import upload
 
 
 class _Assignment(NamedTuple):
@@ -105,7 +106,7 @@ class PrefillStaging:
         """Bring the table up to date, on the current stream. Releases come first."""
         device = self.device_page_of_host_page.device
         if self._released:
-            released = torch.tensor(self._released, dtype=torch.int64).to(device)
+            released = upload(self._released, device)
             host_pages = self._host_page_of_device_page[released]
             self.device_page_of_host_page[host_pages] = 0
             self._host_page_of_device_page[released] = 0
@@ -116,9 +117,7 @@ class PrefillStaging:
                 rows += [row] * len(taken)
                 positions += [(first_page + i) * self.page_size for i in range(len(taken))]
                 staging_pages += taken
-            rows, positions, staging_pages = torch.tensor(
-                [rows, positions, staging_pages], dtype=torch.int64
-            ).to(device)
+            rows, positions, staging_pages = upload([rows, positions, staging_pages], device)
             host_pages = req_to_token[rows, positions].long() // self.page_size
             self.device_page_of_host_page[host_pages] = staging_pages.int()
             self._host_page_of_device_page[staging_pages] = host_pages
