@@ -85,7 +85,7 @@ def measure(impl: str, model, args) -> dict:
     """One server: a fixed batch first, then turnover."""
     batch, prompt = args.outstanding, lone_node.prompt_of(args.context)
     fixed_tokens = args.warmup + args.steps * args.rounds + 20
-    options = Namespace(**vars(args), miss_rates=None, batches=[batch])
+    options = Namespace(**{**vars(args), "miss_rates": None, "batches": [batch]})
     chosen = newest_topk() if args.context > lone_node.TOP_K else contextlib.nullcontext()
     graphs = [batch // 2, 3 * batch // 4, batch]
     with chosen, lone_node.decode_node(impl, model, options, graphs, fixed_tokens + OUTPUT[1]) as engine:

@@ -164,7 +164,7 @@ class TestFaultsAreSeen(CustomTestCase):
     FAULTS = {
         "layer offset lost in the ages": ("self.last_used[layer]", "self.last_used[0]"),
         "layer offset lost in the residency": ("self.position_at_offset[layer]", "self.position_at_offset[0]"),
-        "next owner finds the mapping": ("self.position_at_offset[:, windows] = -1", "pass"),
+        "next owner finds the mapping": ("self.position_at_offset.index_fill_(1, windows, -1)", "pass"),
         "ring of one": ("            self.ring_slots,\n", "            1,\n"),
         "windows overlap": ("self.lru_slots + self.ring_slots,", "self.lru_slots,"),
         "rows of the batch, not of the requests": ("            request_rows,\n            seq_lens", "            batch_windows,\n            seq_lens"),

@@ -285,7 +285,7 @@ class TestStaging(CustomTestCase):
             prompts.stage(0, 65, 100, last=True)
 
     FAULTS = {
-        "former owner's mapping stays": ("self.device_page_of_host_page[host_pages] = 0", "pass"),
+        "former owner's mapping stays": ("self.device_page_of_host_page.index_fill_(0, host_pages, 0)", "pass"),
         "released before it is assigned": ("self._assignments = [a for a in self._assignments if a.row != row]", "pass"),
         "page given twice": ("self._free.pop() for", "self._free[-1] for"),
         "never recycled": ("self._finished_rows.append(row)", "pass"),

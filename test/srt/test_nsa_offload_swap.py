@@ -503,7 +503,7 @@ class TestFaultsAreSeen(CustomTestCase):
         "host slots of one request for all": (adaptor, "            request_rows,\n", "            request_rows * 0 + 1,\n"),
         "misses not loaded": (adaptor, "self._controller.load_layer(layer_id, self._queue)", "self._queue.state.zero_(), self._queue.wanted.zero_()"),
         "every layer uses the residency of layer 0": (adaptor, "self._lru.prepare_layer_swap(\n            layer_id,", "self._lru.prepare_layer_swap(\n            0,"),
-        "former owner's mapping stays": (lru_cache, "self.position_at_offset[:, windows] = -1", "pass"),
+        "former owner's mapping stays": (lru_cache, "self.position_at_offset.index_fill_(1, windows, -1)", "pass"),
         "windows one apart": (lru_cache, "self.lru_slots + self.ring_slots,", "1,"),
         "window area begins at the padding": (adaptor, "            self._first_window_slot,\n", "            0,\n"),
         "one layer loaded": (controller, "self._rows(self._device_kv[layer])", "self._rows(self._device_kv[0])"),

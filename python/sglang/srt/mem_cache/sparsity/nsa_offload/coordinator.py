@@ -295,7 +295,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         self.staging.apply_pending(self.req_to_token_pool.req_to_token)
         if self._released:
             rows, windows = upload(list(zip(*self._released)), self.device)
-            self._window_of_row[rows] = -1
+            self._window_of_row.index_fill_(0, rows, -1)  # a number put by index is waited for
             self.lru.reset_windows(windows)
             self._released = []
         if self._admitted_rows:

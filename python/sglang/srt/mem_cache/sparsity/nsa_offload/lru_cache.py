@@ -129,8 +129,8 @@ class LRUCacheState:
         Args:
             windows: ``[n]`` int64 window indices.
         """
-        self.position_at_offset[:, windows] = -1
-        self.ring_begin[windows] = 0
+        self.position_at_offset.index_fill_(1, windows, -1)
+        self.ring_begin.index_fill_(0, windows, 0)
 
     def resident_entries(self) -> int:
         """Positions held over all windows and layers; synchronizes."""

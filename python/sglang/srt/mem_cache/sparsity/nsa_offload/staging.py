@@ -108,8 +108,8 @@ class PrefillStaging:
         if self._released:
             released = upload(self._released, device)
             host_pages = self._host_page_of_device_page[released]
-            self.device_page_of_host_page[host_pages] = 0
-            self._host_page_of_device_page[released] = 0
+            self.device_page_of_host_page.index_fill_(0, host_pages, 0)
+            self._host_page_of_device_page.index_fill_(0, released, 0)
             self._released = []
         if self._assignments:
             rows, positions, staging_pages = [], [], []
