@@ -326,6 +326,8 @@ class TestConfig(FlagTestCase):
         '{"write_back_ring": 65}': ("write_back_ring=65", "multiple of 64", "128"),
         '{"write_back_ring": 1.5}': ("write_back_ring=1.5", "integer"),
         '{"host_size_gb": 0}': ("host_size_gb=0", "above 0"),
+        '{"retract_size_gb": -1}': ("retract_size_gb=-1", "0, or a finite number above 0"),
+        '{"retract_size_gb": "0"}': ("retract_size_gb='0'", "0, or a finite number"),
         '{"host_size_gb": -1}': ("host_size_gb=-1", "above 0"),
         '{"host_size_gb": "1"}': ("host_size_gb='1'", "number"),
         '{"host_size_gb": NaN}': ("host_size_gb=nan", "number"),
@@ -351,7 +353,8 @@ class TestConfig(FlagTestCase):
             self.assertEqual(config.window_slots, 2 * TOP_K + 64)
 
     def test_all_keys(self):
-        values = {"window_size": 192, "write_back_ring": 128, "host_size_gb": 0.5, "host_ratio": 0.25, "host_memory": "pinned"}
+        values = {"window_size": 192, "write_back_ring": 128, "host_size_gb": 0.5, "host_ratio": 0.25}
+        values.update(retract_size_gb=0, host_memory="pinned")
         config = NSAKVOffloadConfig.from_json(json.dumps(values), TOP_K)
         self.assertEqual(dataclasses.asdict(config), values)
         with self.assertRaises(dataclasses.FrozenInstanceError):

@@ -76,10 +76,22 @@ class TestAnswer(CustomTestCase):
 
     def test_host_memory_limits(self):
         free, limited = ask(), ask(host_bytes=plan.HOST_RESERVE_BYTES + 8 * int(40e9))
-        self.assertEqual(limited.on.requests, int(40e9 / (61 * 656 * 32768)))
+        self.assertEqual(limited.on.requests, int(40e9 / 1.05 / (61 * 656 * 32768)))
         self.assertLess(limited.on.requests, free.on.requests)
         self.assertEqual(limited.off.requests, free.off.requests)
         self.assertLessEqual(limited.on.host_bytes, 40e9)
+        # Retracted requests have a part of it.
+        share = {"host_bytes": plan.HOST_RESERVE_BYTES + 8 * int(40e9)}
+        self.assertEqual(limited.on.retraction_bytes, int(limited.on.host_bytes * 0.05))
+        for context, config in ((32768, None), (131072, None), (32768, '{"retract_size_gb": 20}')):
+            fit = ask(**share, context=context, config=config)
+            took = fit.on.host_bytes + fit.on.retraction_bytes
+            self.assertLessEqual(took, 40e9)
+            self.assertGreater(took + 1.05 * 61 * 656 * context, 40e9)
+            self.assertTrue(fit.on.fits)
+            self.assertGreaterEqual(fit.on.retraction_bytes, 61 * 788 * context)
+        self.assertEqual(ask(decode_node=False).on.retraction_bytes, 0)
+        self.assertEqual(ask(config='{"retract_size_gb": 0}').on.retraction_bytes, 0)
         # What fits on the device alone is no answer.
         asked = {"batch": free.on.requests, "host_bytes": plan.HOST_RESERVE_BYTES + int(320e9)}
         self.assertFalse(ask(**asked).on.fits)
@@ -120,11 +132,12 @@ class TestCommand(CustomTestCase):
         fit = ask(kv_bytes=38 << 30, ranks=4)
         line = next(x for x in text.splitlines() if x.startswith("requests that fit"))
         self.assertEqual(line.split()[-2:], [str(fit.off.requests), str(fit.on.requests)])
-        rank, ranks = (
+        rank, retracted, ranks = (
             float(next(x for x in text.splitlines() if x.startswith(name)).split()[-2].replace(",", ""))
-            for name in ("host bytes a rank", "host bytes, 4 ranks")
+            for name in ("host bytes a rank", "for retracted requests", "host bytes, 4 ranks")
         )
-        self.assertAlmostEqual(ranks, 4 * rank, delta=0.05)
+        self.assertGreater(retracted, 0)
+        self.assertAlmostEqual(ranks, 4 * (rank + retracted), delta=0.05)
 
     def test_speculation_is_named(self):
         _, text = run("--kv-memory-gib", "38", "--speculative-num-steps", "2")
@@ -157,7 +170,9 @@ class TestCommand(CustomTestCase):
                 (("--kv-memory-gib", "38", "--config", "{"), "not JSON"),
                 (("--kv-memory-gib", "38", "--model", folder), "no model with DeepSeek sparse"),
                 (("--kv-memory-gib", "38", "--model", folder + "/none"), "none"),
-                (("--kv-memory-gib", "38", "--host-memory-gib", "10.001"), "host_size_gb"),
+                (("--kv-memory-gib", "38", "--host-memory-gib", "10.001"), "goes to its retracted requests"),
+                (("--kv-memory-gib", "38", "--host-memory-gib", "10.001", "--colocated"), "host_size_gb"),
+                (("--kv-memory-gib", "38", "--colocated", "--config", '{"retract_size_gb": 1}'), "has no use"),
                 (("--kv-memory-gib", "38", "--host-memory-gib", "5"), "--host-memory-gib 5 leaves"),
                 (("--kv-memory-gib", "38", "--host-memory-gib", "99", "--config", "[]"), "not a JSON object"),
                 (("--kv-memory-gib", "38", "--context", "0"), "argument --context: 0 is not above 0"),

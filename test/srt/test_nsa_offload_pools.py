@@ -7,6 +7,7 @@ from unittest import mock
 import nsa_offload_tools as tools  # first: chooses the device
 import torch
 
+from sglang.srt.mem_cache.memory_pool import CPUCopyRefused
 from sglang.srt.mem_cache.sparsity.nsa_offload import staging
 from sglang.srt.mem_cache.sparsity.nsa_offload.device_pool import NSAOffloadTokenToKVPool
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
@@ -85,7 +86,8 @@ class TestDevicePool(CustomTestCase):
     def test_cpu_copy_moves_rows_and_index_keys(self):
         for spec in DTYPES:
             with self.subTest(spec=spec):
-                pool = make_pool(*spec)
+                sizes = dataclasses.replace(SIZES, row_bytes=spec[2], retraction_bytes=1 << 20)
+                pool = make_pool(*spec, sizes=sizes)
                 pool.host_pool = host = NSAKVOnlyTokenToKVPoolHost(pool, "managed" if DEVICE == "cuda" else "plain")
                 self.addCleanup(host.close)
                 self.assertEqual(
@@ -115,6 +117,32 @@ class TestDevicePool(CustomTestCase):
                     expected = was.clone()
                     expected[[9, 4]] = was[[5, 2]]
                     self.assertTrue(torch.equal(keys, expected))
+
+    def test_cpu_copies_end_where_their_memory_does(self):
+        for spec in DTYPES:
+            with self.subTest(spec=spec):
+                sizes = dataclasses.replace(SIZES, row_bytes=spec[2])
+                two_pages = sizes.saved_bytes(PAGE + 1)
+                self.assertEqual(two_pages, 2 * PAGE * LAYERS * (spec[2] + 132))
+                sizes = dataclasses.replace(sizes, retraction_bytes=2 * two_pages - 1)
+                pool = make_pool(*spec, sizes=sizes)
+                pool.host_pool = host = NSAKVOnlyTokenToKVPoolHost(pool, "managed" if DEVICE == "cuda" else "plain")
+                self.addCleanup(host.close)
+                slots = torch.arange(PAGE, PAGE + PAGE + 9, device=DEVICE)
+                saved = pool.get_cpu_copy(slots)
+                buffers = [saved.rows, *saved.index_keys]
+                self.assertEqual(sum(buffer.nbytes for buffer in buffers), pool.retraction.used)
+                with mock.patch.object(pool, "_synchronize") as synchronize:
+                    with self.assertRaisesRegex(CPUCopyRefused, "73 tokens take .* retract_size_gb"):
+                        pool.get_cpu_copy(slots)
+                synchronize.assert_not_called()
+                one = pool.get_cpu_copy(slots[:PAGE])
+                self.assertEqual(pool.retraction.used, two_pages * 3 // 2)
+                del saved
+                self.assertEqual(pool.retraction.used, two_pages // 2)
+                saved = pool.get_cpu_copy(slots)
+                del saved, one
+                self.assertEqual(pool.retraction.used, 0)
 
 
 class TestWindows(CustomTestCase):

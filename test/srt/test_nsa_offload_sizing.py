@@ -246,6 +246,38 @@ class TestConfigurator(CustomTestCase):
         with self.assertRaisesRegex(ValueError, "2 rank"):  # a replica's, which starts beside this one
             self.sized(config='{"host_size_gb": 0.03}', dp_size=2)
 
+    def test_retracted_requests_of_a_decode_node(self):
+        """A share of the pool that holds the longest request, or what was asked for; none elsewhere."""
+        token = LAYERS * (656 + 132)
+        for more, expected in (
+            ({}, None),
+            ({"max_total_tokens": 1500}, 1024 * token),  # a context of 1,000
+            ({"max_total_tokens": 500}, 512 * token),
+            ({"config": '{"retract_size_gb": 0.01}'}, int(0.01e9)),
+            ({"config": '{"retract_size_gb": 0}'}, 0),
+            ({"disaggregation_mode": "null"}, 0),
+        ):
+            with self.subTest(**more):
+                tokens, sizes = self.sized(**{"disaggregation_mode": "decode", **more})
+                if expected is None:
+                    expected = int(0.05 * (tokens + PAGE) * LAYERS * 656)
+                    self.assertGreater(expected, 1024 * token)
+                self.assertEqual(sizes.retraction_bytes, expected)
+        with self.assertRaisesRegex(ValueError, "retract_size_gb=1 has no use on a server that prefills"):
+            self.sized(config='{"retract_size_gb": 1}')
+
+    def test_retracted_requests_count_as_host_memory(self):
+        self.host_free = sizing_reserve() + 2 * int(40e6)
+        more = {"disaggregation_mode": "decode", "tp_size": 2}
+        self.sized(config='{"host_size_gb": 0.03, "retract_size_gb": 0.01}', **more)
+        with self.assertRaises(ValueError) as caught:
+            self.sized(config='{"host_size_gb": 0.035, "retract_size_gb": 0.01}', **more)
+        for words in ("0.09 GB of host memory (2 rank(s) on this host, 0.01 GB of each for retracted", "N at most 0.0"):
+            self.assertIn(words, str(caught.exception))
+        self.host_free = sizing_reserve() + int(80e9)
+        with self.assertRaisesRegex(ValueError, "N at most 65.0"):
+            self.sized(20, config='{"host_size_gb": 70, "retract_size_gb": 15}', disaggregation_mode="decode")
+
     def test_host_size(self):
         tokens, sizes = self.sized(config='{"host_size_gb": 0.03, "host_ratio": 0.5}')
         rows = NSAKVOnlyTokenToKVPoolHost.rows_for(tokens, PAGE)

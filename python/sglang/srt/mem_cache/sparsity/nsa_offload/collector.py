@@ -22,6 +22,8 @@ GAUGES = {
     "copy_bytes_per_second": ("Latent rows copied.", ("direction",)),
     "host_rows": ("Rows of the host pool.", ()),
     "host_rows_used": ("Rows of the host pool that hold a token.", ()),
+    "retraction_bytes": ("Host memory for retracted requests.", ()),
+    "retraction_bytes_used": ("What retracted requests have of it.", ()),
     "windows": ("Device windows; one is a spare.", ()),
     "windows_used": ("Device windows of running requests.", ()),
     "queued_requests": ("Queued requests, by the resource they lack.", ("lack",)),
@@ -77,6 +79,8 @@ class OffloadMetricsCollector(SchedulerMetricsCollector):
         self._set("copy_bytes_per_second", stats.to_host_rate, direction="d2h")
         self._set("host_rows", stats.host_rows)
         self._set("host_rows_used", stats.host_rows_used)
+        self._set("retraction_bytes", stats.retraction_bytes)
+        self._set("retraction_bytes_used", stats.retraction_bytes_used)
         self._set("windows", stats.windows)
         self._set("windows_used", stats.windows_used)
         self._set("write_back_backlog_rows", stats.backlog)

@@ -35,6 +35,8 @@ class NSAKVOffloadConfig:
             ``host_ratio``.
         host_ratio: host rows for each logical slot that index-key memory allows, above 0 and
             at most 1: a row without an index key has no use.
+        retract_size_gb: host memory for requests that a decode node retracts, in GB, 0 for none.
+            Default: a twentieth of the host pool, and no less than one request of the context.
         host_memory: "managed" or "pinned". Default: managed, which the device reads scattered
             rows of at the link's rate; pinned where a transfer engine registers the rows with a
             network card, or the GPU cannot share managed memory.
@@ -44,6 +46,7 @@ class NSAKVOffloadConfig:
     write_back_ring: int = 64
     host_size_gb: Optional[float] = None
     host_ratio: float = 1.0
+    retract_size_gb: Optional[float] = None
     host_memory: Optional[str] = None
 
     @property
@@ -81,6 +84,8 @@ class NSAKVOffloadConfig:
         _check_slots("write_back_ring", ring, SLOT_MULTIPLE, "one page")
         _check_positive("host_size_gb", values.get("host_size_gb"))
         _check_positive("host_ratio", values.get("host_ratio"))
+        if values.get("retract_size_gb") != 0:
+            _check_positive("retract_size_gb", values.get("retract_size_gb"), "0, or ")
         if values.get("host_memory") not in (None, *HOST_MEMORY):
             raise ValueError(
                 f"{CONFIG_FLAG}: host_memory={values['host_memory']!r} is neither "
@@ -127,6 +132,11 @@ class NSAKVOffloadConfig:
                 f"--disaggregation-transfer-backend {server_args.disaggregation_transfer_backend}: "
                 "it registers the rows with a network card, which does not take managed memory. "
                 "Leave host_memory out, or give 'pinned'."
+            )
+        if config.retract_size_gb is not None and server_args.disaggregation_mode != "decode":
+            raise ValueError(
+                f"{CONFIG_FLAG}: retract_size_gb={config.retract_size_gb} has no use on a server "
+                "that prefills: it computes a retracted request again. Leave it out."
             )
         return config
 
@@ -182,9 +192,9 @@ def _check_slots(key: str, value: Any, minimum: int, why: str) -> None:
         )
 
 
-def _check_positive(key: str, value: Any) -> None:
+def _check_positive(key: str, value: Any, also: str = "") -> None:
     if value is None:
         return
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
-        raise ValueError(f"{CONFIG_FLAG}: {key}={value!r} must be a finite number above 0.")
+        raise ValueError(f"{CONFIG_FLAG}: {key}={value!r} must be {also}a finite number above 0.")

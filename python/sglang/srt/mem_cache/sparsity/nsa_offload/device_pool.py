@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 import torch
 
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import NSAKVOnlyTokenToKVPoolHost
+from sglang.srt.mem_cache.sparsity.nsa_offload.retraction import RetractionMemory, SavedRequest
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
 
 
@@ -22,10 +23,12 @@ class NSAOffloadTokenToKVPool(NSATokenToKVPool):
         kv_buffer: per layer ``[device_slots, 1, kv_cache_dim]``.
         host_pool: rows of every logical slot; set once it is allocated.
         write_slots: device slots of the tokens of the forward being run or captured.
+        retraction: the host memory of retracted requests, which this pool saves.
     """
 
     def __init__(self, *args, sizes: OffloadSizes, **kwargs):
         self.sizes = sizes
+        self.retraction = RetractionMemory(sizes.retraction_bytes)
         self.host_pool: Optional[NSAKVOnlyTokenToKVPoolHost] = None
         self.write_slots: Optional[torch.Tensor] = None
         super().__init__(*args, **kwargs)
@@ -63,30 +66,35 @@ class NSAOffloadTokenToKVPool(NSATokenToKVPool):
         """Memory type of each of these addresses, in nixl's words."""
         return ["DRAM"] * self.layer_num
 
-    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices=None) -> dict[str, Any]:
+    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices=None) -> SavedRequest:
         """Copy a request's rows to pageable memory before its slots are freed.
+
+        A last, partial page is the request's own, so it goes whole.
 
         Args:
             indices: ``[n]`` host slots in the order of positions, from position 0 on.
 
-        Returns:
-            ``kv`` ``[layer_num, pages, page bytes]`` uint8 and ``index_k``, a page list per layer,
-            both on the CPU. A last, partial page is the request's own, so it goes whole.
+        Raises:
+            CPUCopyRefused: memory for retracted requests is used up; nothing was copied.
         """
+        num_bytes = self.sizes.saved_bytes(len(indices))
+        self.retraction.check(num_bytes, len(indices))
         self._synchronize()
         pages = indices[:: self.page_size].long() // self.page_size
-        return {
-            "kv": torch.from_numpy(np.take(self.host_pool.pages(), pages.cpu().numpy(), axis=1)),
-            "index_k": [layer[pages].cpu() for layer in self.index_k_with_scale_buffer],
-        }
+        saved = SavedRequest(
+            torch.from_numpy(np.take(self.host_pool.pages(), pages.cpu().numpy(), axis=1)),
+            [layer[pages].cpu() for layer in self.index_k_with_scale_buffer],
+        )
+        self.retraction.count(saved, num_bytes)
+        return saved
 
-    def load_cpu_copy(self, kv_cache_cpu, indices: torch.Tensor, mamba_indices=None):
+    def load_cpu_copy(self, saved: SavedRequest, indices: torch.Tensor, mamba_indices=None):
         """Write back what ``get_cpu_copy`` saved, to the slots the request owns now."""
         self._synchronize()
         pages = indices[:: self.page_size].long() // self.page_size
-        self.host_pool.pages()[:, pages.cpu().numpy()] = kv_cache_cpu["kv"].numpy()
-        for layer, saved in zip(self.index_k_with_scale_buffer, kv_cache_cpu["index_k"]):
-            layer[pages] = saved.to(layer.device)
+        self.host_pool.pages()[:, pages.cpu().numpy()] = saved.rows.numpy()
+        for layer, keys in zip(self.index_k_with_scale_buffer, saved.index_keys):
+            layer[pages] = keys.to(layer.device)
         self._synchronize()
 
     def _synchronize(self) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from sglang.srt.layers.dp_attention import get_attention_tp_size
 from sglang.srt.mem_cache.sparsity.nsa_offload.config import (
+    CONFIG_FLAG,
     NSAKVOffloadConfig,
     registers_host_memory,
 )
@@ -49,9 +50,19 @@ def attach_nsa_kv_offload(model_runner: "ModelRunner") -> None:
         # Tokens of an eager batch are padded to a multiple of the attention ranks.
         batch_padding=get_attention_tp_size() - 1,
     )
+    longest = min(device_pool.size, model_runner.model_config.context_len)
+    saved_gb = sizes.saved_bytes(longest) / 1e9
+    if server_args.disaggregation_mode == "decode" and sizes.retraction_bytes / 1e9 < saved_gb:
+        logger.warning(
+            "%s: retract_size_gb is below the %.6f GB that a request of %d tokens takes; one "
+            "that is retracted for lack of memory ends with an error.",
+            CONFIG_FLAG,
+            saved_gb,
+            longest,
+        )
     logger.info(
         "Decode KV offloading: %d tokens, %d windows of %d slots, %d staging slots; "
-        "%.2f GB on the device, %.2f GB on the host (%s).",
+        "%.2f GB on the device, %.2f GB on the host (%s), %.2f GB for retracted requests.",
         device_pool.size,
         sizes.num_windows,
         sizes.window_slots,
@@ -59,4 +70,5 @@ def attach_nsa_kv_offload(model_runner: "ModelRunner") -> None:
         sizes.device_bytes(device_pool.size) / 1e9,
         host_pool.size * host_pool.size_per_token / 1e9,
         memory,
+        sizes.retraction_bytes / 1e9,
     )

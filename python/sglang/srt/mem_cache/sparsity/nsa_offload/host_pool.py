@@ -133,24 +133,30 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
         raise NotImplementedError("storage backends are not combined with offloading")
 
 
-def check_host_memory(num_bytes: int, ranks_on_host: int, asked_by: str) -> None:
+def check_host_memory(
+    num_bytes: int, ranks_on_host: int, asked_by: str, retraction_bytes: int = 0
+) -> None:
     """Refuse a host pool that the machine cannot hold.
 
     Args:
         num_bytes: bytes of one rank's pool.
         ranks_on_host: every rank on this host takes its own copy.
         asked_by: the setting that led to the size, for the message.
+        retraction_bytes: of one rank's retracted requests, taken while serving.
 
     Raises:
         ValueError: names the setting, the size and what is free.
     """
     free = available_host_bytes() - HOST_RESERVE_BYTES
-    if num_bytes * ranks_on_host > free:
+    total = (num_bytes + retraction_bytes) * ranks_on_host
+    if total > free:
+        most = max(0, free // ranks_on_host - retraction_bytes)
+        retracted = f", {retraction_bytes / 1e9:.2f} GB of each for retracted requests"
         raise ValueError(
             f"--enable-decode-nsa-kv-offload: {asked_by} needs "
-            f"{num_bytes * ranks_on_host / 1e9:.2f} GB of host memory "
-            f"({ranks_on_host} rank(s) on this host), but {max(free, 0) / 1e9:.2f} GB are "
+            f"{total / 1e9:.2f} GB of host memory ({ranks_on_host} rank(s) on this host"
+            f"{retracted if retraction_bytes else ''}), but {max(free, 0) / 1e9:.2f} GB are "
             f"free after a reserve of {HOST_RESERVE_BYTES / 1e9:.1f} GB. Set "
             f"--decode-nsa-kv-offload-config '{{\"host_size_gb\": N}}' with N at most "
-            f"{max(free, 0) // ranks_on_host // 1e8 / 10:.1f}, or lower --max-total-tokens."
+            f"{most // 1e8 / 10:.1f}, or lower --max-total-tokens."
         )

@@ -31,6 +31,7 @@ class OffloadStats:
         to_device_bytes, to_host_bytes: latent rows copied, all layers.
         to_device_rate, to_host_rate: bytes a second.
         host_rows, host_rows_used: rows of the host pool without its padding page.
+        retraction_bytes, retraction_bytes_used: host memory for retracted requests.
         windows, windows_used: device windows; one is a spare.
         rows_issued, rows_done: rows sent to the host, and those known to have arrived.
         queued: requests by the resource they lack.
@@ -46,6 +47,8 @@ class OffloadStats:
     to_host_rate: float
     host_rows: int
     host_rows_used: int
+    retraction_bytes: int
+    retraction_bytes_used: int
     windows: int
     windows_used: int
     rows_issued: int
@@ -131,6 +134,7 @@ class OffloadMetrics:
             "host_rows": host_pool.size,
             "host_bytes": host_pool.size * host_pool.size_per_token,
             "host_memory": host_pool.memory,
+            "retraction_bytes": sizes.retraction_bytes,
             "host_bytes_per_token": sizes.host_bytes_per_token,
             "device_bytes": sizes.device_bytes(tokens),
             "device_bytes_per_token": sizes.bytes_per_token,
@@ -150,6 +154,7 @@ class OffloadMetrics:
             for layers in zip(entries, _counts(previous, coordinator.sizes.num_layers))
         ]
         sizes, controller = coordinator.sizes, coordinator.controller
+        retraction = coordinator.token_to_kv_pool.retraction
         allocator = self._scheduler.token_to_kv_pool_allocator
         to_host = controller.rows_stored * sizes.host_bytes_per_token
         before = self._stats
@@ -167,6 +172,8 @@ class OffloadMetrics:
             ),
             host_rows=allocator.size,
             host_rows_used=allocator.size - allocator.available_size(),
+            retraction_bytes=retraction.total,
+            retraction_bytes_used=retraction.used,
             windows=coordinator.windows.num_windows,
             windows_used=coordinator.windows.num_windows - coordinator.windows.num_free,
             rows_issued=controller.rows_stored,

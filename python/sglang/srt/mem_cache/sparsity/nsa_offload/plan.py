@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import (
     HOST_RESERVE_BYTES,
     NSAKVOnlyTokenToKVPoolHost,
 )
+from sglang.srt.mem_cache.sparsity.nsa_offload.retraction import pool_bytes_beside
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import (
     INDEX_KEY_BYTES,
     NSAOffloadPoolConfigurator,
@@ -97,6 +98,7 @@ class Side:
         request_bytes: device bytes of one request.
         device_bytes: of the batch asked for, or of as many as fit.
         host_bytes: of their rows; 0 with the flag off.
+        retraction_bytes: host bytes for retracted requests beside them; 0 where none are saved.
     """
 
     requests: int
@@ -104,6 +106,7 @@ class Side:
     request_bytes: int
     device_bytes: int
     host_bytes: int
+    retraction_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,14 +135,16 @@ def answer(question: Question) -> Answer:
     served = replace(sizes, num_windows=count + 1)
     device_bytes = served.device_bytes(used)
     host_bytes = NSAKVOnlyTokenToKVPoolHost.rows_for(used, PAGE) * sizes.host_bytes_per_token
+    retraction = configurator.retraction_bytes(used, host_bytes)
     on = Side(
         requests=fit,
-        fits=device_bytes <= question.kv_bytes and host_bytes <= question.host_share,
+        fits=device_bytes <= question.kv_bytes and host_bytes + retraction <= question.host_share,
         request_bytes=int(
             sizes.window_bytes + question.context_slots * sizes.bytes_per_token
         ),
         device_bytes=device_bytes,
         host_bytes=host_bytes,
+        retraction_bytes=retraction,
     )
     return Answer(question, _dense(question, sizes), on, served)
 
@@ -211,7 +216,20 @@ def _config(question: Question) -> Optional[str]:
             f"{HOST_RESERVE_BYTES / GIB:g} GiB that a server leaves free; give more."
         )
     config = parse_object(question.config)
-    return json.dumps({"host_size_gb": question.host_share / 1e9, **config})
+    if "host_size_gb" in config:
+        return question.config
+    share = question.host_share
+    if question.decode_node:
+        sizes = NSAOffloadPoolConfigurator(_runner(replace(question, host_bytes=None))).sizes
+        request = sizes.saved_bytes(question.context)
+        share = pool_bytes_beside(share, config.get("retract_size_gb"), request)
+    if share <= 0:
+        raise ValueError(
+            f"--host-memory-gib {question.host_bytes / GIB:g}: what a rank may take, "
+            f"{question.host_share / 1e9:.2f} GB, goes to its retracted requests; give more, or "
+            "lower retract_size_gb in --config."
+        )
+    return json.dumps({"host_size_gb": share / 1e9, **config})
 
 
 def report(answer: Answer) -> str:
@@ -223,7 +241,11 @@ def report(answer: Answer) -> str:
         ("device bytes a request", lambda s: _size(s.request_bytes)),
         (of, lambda s: _size(s.device_bytes)),
         ("host bytes a rank", lambda s: _size(s.host_bytes)),
-        (f"host bytes, {question.ranks} ranks", lambda s: _size(s.host_bytes * question.ranks)),
+        ("for retracted requests", lambda s: _size(s.retraction_bytes)),
+        (
+            f"host bytes, {question.ranks} ranks",
+            lambda s: _size((s.host_bytes + s.retraction_bytes) * question.ranks),
+        ),
     ]
     if question.batch:
         rows.insert(1, (f"{question.batch} fit", lambda s: _yes(s.fits)))

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import (
     check_host_memory,
 )
 from sglang.srt.mem_cache.sparsity.nsa_offload.lru_cache import LRUCacheState
+from sglang.srt.mem_cache.sparsity.nsa_offload.retraction import retraction_bytes
 from sglang.srt.model_executor.pool_configurator import (
     MemoryPoolConfig,
     MemoryPoolConfigurator,
@@ -60,6 +61,7 @@ class OffloadSizes:
         queries: query tokens of a request in one step: 1, or a verify step's drafts and the
             token before them.
         draft_layers: layers of the draft model, whose rows stay on the device.
+        retraction_bytes: host bytes for retracted requests; 0 on a server that prefills.
     """
 
     num_windows: int
@@ -72,6 +74,7 @@ class OffloadSizes:
     top_k: int
     queries: int = 1
     draft_layers: int = 0
+    retraction_bytes: int = 0
 
     @property
     def ring_slots(self) -> int:
@@ -125,6 +128,11 @@ class OffloadSizes:
     @property
     def host_bytes_per_token(self) -> int:
         return self.row_bytes * self.num_layers
+
+    def saved_bytes(self, num_tokens: int) -> int:
+        """Host bytes of one retracted request: rows and index keys of whole pages."""
+        pages = -(-num_tokens // self.page_size)
+        return pages * self.page_size * self.num_layers * (self.row_bytes + INDEX_KEY_BYTES)
 
     def device_bytes(self, num_tokens: int) -> int:
         """All device bytes for ``num_tokens`` logical slots."""
@@ -249,10 +257,20 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
             NSAKVOnlyTokenToKVPoolHost.rows_for(tokens, page_size)
             * sizes.host_bytes_per_token
         )
-        check_host_memory(host_bytes, self._ranks_on_host, self._host_setting())
+        retraction = self.retraction_bytes(tokens, host_bytes)
+        check_host_memory(host_bytes, self._ranks_on_host, self._host_setting(), retraction)
         return OffloadPoolConfig(
-            max_total_num_tokens=tokens, offload=sizes, slot_limit=self._slot_limit
+            max_total_num_tokens=tokens,
+            offload=replace(sizes, retraction_bytes=retraction),
+            slot_limit=self._slot_limit,
         )
+
+    def retraction_bytes(self, tokens: int, pool_bytes: int) -> int:
+        """Host bytes for retracted requests beside a pool of so many bytes and tokens."""
+        if self._server_args.disaggregation_mode != "decode":
+            return 0
+        request = self._sizes.saved_bytes(min(tokens, self._context_len))
+        return retraction_bytes(self._config.retract_size_gb, pool_bytes, request)
 
     def _num_requests(self, available_bytes: int) -> int:
         args = self._server_args
