@@ -65,7 +65,9 @@ class World:
             sizes=SIZES,
             windows=SimpleNamespace(num_windows=5, num_free=2),
             host_pool=SimpleNamespace(size=704, size_per_token=LAYERS * 656, memory="pinned"),
-            token_to_kv_pool=SimpleNamespace(size=640),
+            token_to_kv_pool=SimpleNamespace(
+                size=640, retraction=SimpleNamespace(total=9000, used=400)
+            ),
         )
         runner = SimpleNamespace(memory_pool_config=SimpleNamespace(slot_limit=LIMIT))
         self.scheduler = SimpleNamespace(
@@ -144,6 +146,7 @@ def check_pools(**faulty):
     stats = World(**faulty).read()
     assert (stats.host_rows, stats.host_rows_used) == (640, 384)
     assert (stats.windows, stats.windows_used) == (5, 3)
+    assert (stats.retraction_bytes, stats.retraction_bytes_used) == (9000, 400)
 
 
 def check_shortage(**faulty):
@@ -271,6 +274,8 @@ def check_names(**faulty):
         "copy_bytes_per_second d2h": 0.0,
         "host_rows": 640,
         "host_rows_used": 384,
+        "retraction_bytes": 9000,
+        "retraction_bytes_used": 400,
         "windows": 5,
         "windows_used": 3,
         "write_back_backlog_rows": 4,
@@ -321,6 +326,7 @@ FAULTS = {
         "free for used rows": ("allocator.size - allocator.available_size()", "allocator.available_size()"),
         "free for used windows": ("coordinator.windows.num_windows - coordinator.windows.num_free", "coordinator.windows.num_free"),
         "all windows free": ("windows=coordinator.windows.num_windows", "windows=coordinator.windows.num_free"),
+        "free for used memory": ("retraction_bytes_used=retraction.used", "retraction_bytes_used=retraction.total"),
         "issued for done": ("rows_done=controller.rows_arrived()", "rows_done=controller.rows_stored"),
         "retractions overwritten": ("[self._slot_limit] += num", "[self._slot_limit] = num"),
         "read again for publishing": ("self._published = False", "pass"),
@@ -384,6 +390,7 @@ class TestMetrics(CustomTestCase):
             "host_rows": 704,
             "host_bytes": 704 * LAYERS * 656,
             "host_memory": "pinned",
+            "retraction_bytes": SIZES.retraction_bytes,
             "device_bytes": SIZES.device_bytes(640),
             "max_running_requests": 4,
         }
