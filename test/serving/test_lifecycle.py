@@ -146,6 +146,21 @@ def test_health_check_and_flush(tiny_model, expected, overlap):
         assert_survivors(engine, submit_all(engine), expected)
 
 
+def test_weights_updated_right_after_an_answer(tiny_model, expected, overlap):
+    """The next round of the event loop has not dropped the request yet."""
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
+
+    with engine_on(tiny_model, overlap) as engine:
+        for ids in (PROMPTS[3], PROMPTS[0]):
+            rid = engine.submit(ids, 2)
+            engine.step_until(lambda: rid in engine.finished)
+            engine.control(UpdateWeightFromDiskReqInput(model_path=tiny_model, load_format="auto"))
+            engine.step()
+            assert [reply.success for reply in engine.replies if isinstance(reply, UpdateWeightFromDiskReqOutput)][-1]
+            offload.check_idle(engine)
+        assert_survivors(engine, submit_all(engine), expected)
+
+
 def test_prompt_beyond_the_pool_is_refused_alone(tiny_model, expected):
     with engine_on(tiny_model, max_total_tokens=640) as engine:
         too_long = engine.submit(offload.prompts([900])[0], 4)
