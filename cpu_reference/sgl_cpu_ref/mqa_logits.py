@@ -1,17 +1,17 @@
 """Index logits; this module stands in for ``deep_gemm`` in SGLang's indexer, so function names are deep_gemm's.
 
-Every product is padded to a fixed tile, so that a row's logits do not depend on how many rows or keys share the call:
-BLAS picks other summation orders for other shapes, and greedy output must not change with the batch.
+A row's logits do not depend on how many rows or keys share the call, nor on the machine: BLAS sums in another order for other
+shapes and instruction sets, and greedy output must not change with either. So what is summed is summed in float64: there the products
+of fp8 values are exact in any order, and heads are added one by one.
 """
 
 import torch
-import torch.nn.functional as F
 
 from sgl_cpu_ref.index_buffer import split_pages
 from sgl_cpu_ref.quant import FP8
 
-KEY_TILE = 64
 ROW_TILE = 128
+"""Rows of a product at a time: a score is eight bytes for each head and key."""
 
 
 def get_num_sms() -> int:
@@ -30,13 +30,16 @@ def mqa_logits(q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor, weights:
     q fp8 [M, H, D], k fp8 [N, D], k_scale fp32 [N], weights fp32 [M, H]; returns fp32 [M, N].
     """
     rows, heads, dim = q.shape
-    count = k.shape[0]
-    keys = F.pad(k.float() * k_scale.unsqueeze(-1), (0, 0, 0, -count % KEY_TILE))
-    out = torch.empty(rows, count)
+    keys, scale, weight = k.double().T, k_scale.double(), weights.double()
+    out = torch.empty(rows, k.shape[0])
     for start in range(0, rows, ROW_TILE):
         part = slice(start, start + ROW_TILE)
-        score = torch.relu(q[part].float().reshape(-1, dim) @ keys.T).view(-1, heads, keys.shape[0])
-        out[part] = torch.bmm(weights[part].float().unsqueeze(1), score).squeeze(1)[:, :count]
+        score = (q[part].double().reshape(-1, dim) @ keys).view(-1, heads, k.shape[0])
+        score = torch.relu(score).mul_(scale)
+        total = weight[part, 0, None] * score[:, 0]
+        for head in range(1, heads):
+            total += weight[part, head, None] * score[:, head]
+        out[part] = total.float()
     return out
 
 
@@ -78,8 +81,5 @@ def fp8_paged_mqa_logits(
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` in fp32; x float [M, K], weight float [N, K].
-
-    Eight rows of padding keep a single row off BLAS's matrix-vector path, which sums in another order.
-    """
-    return (F.pad(x.float(), (0, 0, 0, 8)) @ weight.float().t())[: x.shape[0]]
+    """``x @ weight.T`` in float64, rounded once to fp32; x float [M, K], weight float [N, K]."""
+    return (x.double() @ weight.double().t()).float()

@@ -91,6 +91,21 @@ def test_paged_mqa_logits_equal_ragged():
             assert torch.equal(out[b, :n], mqa_logits.mqa_logits(q[b], *keys[b], w[b : b + 1])[0])
 
 
+@pytest.mark.parametrize("rows", [2, 5, 17, 70])
+def test_attention_and_hadamard_are_batch_invariant(rows):
+    cache, q = torch.randn(300, 1, 576, dtype=torch.bfloat16), torch.randn(rows, 8, 576, dtype=torch.bfloat16)
+    index = torch.stack([torch.randperm(300)[:64] for _ in range(rows)]).int()
+    alone = [sparse_mla.sparse_mla(q[t : t + 1], cache, index[t : t + 1], 0.1, 512) for t in range(rows)]
+    assert torch.equal(sparse_mla.sparse_mla(q, cache, index, 0.1, 512), torch.cat(alone))
+    alone = [hadamard.hadamard_transform(x) for x in q[..., :128].split(1)]
+    assert torch.equal(hadamard.hadamard_transform(q[..., :128]), torch.cat(alone))
+    k, v, cu = torch.randn(2 * rows, 8, 192), torch.randn(2 * rows, 8, 128), torch.tensor([0, rows, 2 * rows])
+    both = sparse_mla.varlen_mha(k, k, v, cu, cu, 0.1)
+    for begin in (0, rows):
+        part, one = slice(begin, begin + rows), torch.tensor([0, rows])
+        assert torch.equal(sparse_mla.varlen_mha(k[part], k[part], v[part], one, one, 0.1), both[part])
+
+
 def test_linear_fp32_is_batch_invariant():
     x, w = torch.randn(9, 256, dtype=torch.bfloat16), torch.randn(8, 256, dtype=torch.bfloat16)
     out = mqa_logits.linear_fp32(x, w)
