@@ -11,6 +11,7 @@ import torch
 from harness import offload
 from harness.scheduler import InprocScheduler
 from sglang.jit_kernel.nsa_kv_offload import MissQueue
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.sparsity.nsa_offload import host_pool
 from sglang.srt.mem_cache.sparsity.nsa_offload.adaptor import NSAOffloadBackendAdaptor
 from sglang.srt.mem_cache.sparsity.nsa_offload.controller import SparseCacheController
@@ -99,7 +100,7 @@ def a_slot_goes_to_two_entries(stack):
 
     def faulty(self, *args):
         page_table = prepare(self, *args)
-        return torch.where(page_table > 0, page_table & ~1, page_table)
+        return page_table.copy_(torch.where(page_table > 0, page_table & ~1, page_table))
 
     stack.enter_context(mock.patch.object(LRUCacheState, "prepare_layer_swap", faulty))
 
@@ -118,20 +119,20 @@ def page_table_is_shifted(stack):
 
     def faulty(self, *args, **kwargs):
         page_table = real(self, *args, **kwargs)
-        return torch.where(page_table > 0, page_table + 1, page_table)
+        return page_table.copy_(torch.where(page_table > 0, page_table + 1, page_table))
 
     stack.enter_context(mock.patch.object(NSAOffloadBackendAdaptor, "adapt_for_attn_metadata", faulty))
 
 
 def windows_overlap(stack):
-    real = SparseSlotAllocator.alloc_contiguous
+    alloc, free, given = SparseSlotAllocator.alloc_contiguous, SparseSlotAllocator.free, []
 
     def faulty(self):
-        window = real(self)
-        return Window(0, window.first_slot)
+        given.append(alloc(self))
+        return Window(0, given[-1].first_slot)
 
     stack.enter_context(mock.patch.object(SparseSlotAllocator, "alloc_contiguous", faulty))
-    stack.enter_context(mock.patch.object(SparseSlotAllocator, "free", lambda *a: None))
+    stack.enter_context(mock.patch.object(SparseSlotAllocator, "free", lambda self, window: free(self, given.pop())))
 
 
 def adaptor_repeats_the_first_layer(stack):
@@ -141,8 +142,8 @@ def adaptor_repeats_the_first_layer(stack):
     def faulty(self, *args, **kwargs):
         table = real(self, *args, **kwargs)
         if kwargs["layer_id"] == 0:
-            first["table"] = table
-        return first["table"]
+            first["table"] = table.clone()
+        return table.copy_(first["table"])
 
     stack.enter_context(mock.patch.object(NSAOffloadBackendAdaptor, "adapt_for_attn_metadata", faulty))
 
@@ -244,12 +245,14 @@ def test_window_kept_by_its_former_owner_changes_tokens(tiny_model):
     wanted = serve(tiny_model, max_running_requests=1)
     assert serve(tiny_model, **settings) == wanted
     with mock.patch.object(LRUCacheState, "reset_windows", lambda *a: None):
-        assert serve(tiny_model, **settings) != wanted
+        with pytest.raises(ValueError, match="leaked while idle: .*resident entries"):
+            serve(tiny_model, **settings)
+        with envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE.override(False):
+            assert serve(tiny_model, **settings) != wanted
 
 
 def test_row_freed_without_its_window_is_caught(tiny_model):
     with mock.patch.object(NSAOffloadCoordinator, "on_request_end", lambda *a: None):
         with InprocScheduler(tiny_model, **offload.server_args(), **offload.offload_args()) as engine:
-            engine.run(PROMPTS[:1], 4)
-            with pytest.raises(RuntimeError, match="windows"):
-                offload.check_idle(engine)
+            with pytest.raises(ValueError, match="leaked while idle: .*windows"):
+                engine.run(PROMPTS[:1], 4)

@@ -40,8 +40,12 @@ def test_padded_batches(request, dtype, overlap, steps):
         pytest.skip("speculation needs the overlapped loop")
     model = request.getfixturevalue("draft_model" if steps else "tiny_model")
     with engine_of(model, steps, dtype, overlap) as engine:
+        stored = [offload.coordinator(engine).controller.rows_stored]
         plain, seen = serve(engine, 0, steps), []
+        stored.append(offload.coordinator(engine).controller.rows_stored)
         assert serve(engine, 3, steps, seen) == plain
+        stored.append(offload.coordinator(engine).controller.rows_stored)
+        assert stored[2] - stored[1] == stored[1] - stored[0], "padding was stored, or rows were not"
         assert set(seen) == {"EXTEND", "TARGET_VERIFY" if steps else "DECODE"}
         offload.check_idle(engine)
 

@@ -9,6 +9,7 @@ import nsa_offload_tools as tools  # first: chooses the device
 import prometheus_client
 import torch
 
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.sparsity.nsa_offload import collector, counters, metrics, shortage
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
@@ -57,6 +58,7 @@ class World:
     def __init__(self, **faulty):
         self.metrics_module = faulty.get("metrics", metrics)
         self.collector_module = faulty.get("collector", collector)
+        self.now = 100.0
         self.controller = FakeController()
         self.counters = torch.zeros((LAYERS, 3), dtype=torch.int64)
         coordinator = SimpleNamespace(
@@ -65,6 +67,7 @@ class World:
             sizes=SIZES,
             windows=SimpleNamespace(num_windows=5, num_free=2),
             host_pool=SimpleNamespace(size=704, size_per_token=LAYERS * 656, memory="pinned"),
+            check_idle=self._check_idle,
             token_to_kv_pool=SimpleNamespace(
                 size=640, retraction=SimpleNamespace(total=9000, used=400)
             ),
@@ -79,13 +82,30 @@ class World:
             waiting_queue=[],
             running_batch=SimpleNamespace(reqs=[1, 2, 3], batch_is_full=False),
             max_running_requests=4,
+            forward_ct=0,
+            is_fully_idle=lambda: self.idle,
+            current_scheduler_metrics_enabled=True,
+            metrics_collector=SimpleNamespace(last_log_time=self.now),
+            _maybe_log_idle_metrics=self._log_idle,
         )
+        self.idle, self.idle_reports, self.checks, self.leak = False, [], 0, None
         self.free_rows = 1
-        self.now = 100.0
         for name, module in (("CounterSampler", "counters"), ("queued_requests", "shortage")):
             if module in faulty:
                 setattr(self.metrics_module, name, getattr(faulty[module], name))
         self.metrics = self.metrics_module.OffloadMetrics(self.scheduler)
+
+    def _check_idle(self):
+        self.checks += 1
+        self.controller.finish()  # it waits for the GPU
+        if self.leak:
+            raise RuntimeError(self.leak)
+
+    def _log_idle(self):
+        """As SGLang's: 30 seconds after the last."""
+        if self.now > self.scheduler.metrics_collector.last_log_time + 30:
+            self.scheduler.metrics_collector.last_log_time = self.now
+            self.idle_reports.append(self.metrics.for_publishing())
 
     def count(self, *layers):
         """Add (LRU hits, ring hits, misses) of each layer."""
@@ -241,6 +261,53 @@ class FakeMetric:
         self.values[key] = self.values.get(key, 0) + value
 
 
+def check_idle_report(**faulty):
+    world = World(**faulty)
+    clock = mock.patch.object(world.metrics_module.time, "perf_counter", lambda: world.now)
+    world.metrics.on_idle()
+    assert not world.checks and not world.idle_reports, "nothing has run yet"
+    world.count((60, 10, 30), (50, 0, 50))
+    world.read()
+    world.count((60, 10, 30), (50, 0, 50))
+    world.controller.rows_stored = 9
+    world.read()
+    world.scheduler.metrics_collector.last_log_time = world.now
+    world.count((1, 0, 1), (1, 0, 1))
+    world.controller.rows_stored = 12
+    world.scheduler.forward_ct, world.idle = 3, True
+    world.now += 1
+    with clock:
+        for _ in range(3):
+            world.metrics.on_idle()
+    assert world.checks == 1 and len(world.idle_reports) == 1
+    (stats,) = world.idle_reports
+    assert stats.entries == [[121, 20, 61], [101, 0, 101]], "the last forwards count"
+    assert (stats.to_device_rate, stats.to_host_rate) == (0.0, 0.0)
+    assert stats.hit_rate == 0.5
+
+    world.scheduler.forward_ct, world.leak = 4, "leaked: windows"
+    with clock:
+        try:
+            world.metrics.on_idle()
+        except ValueError as error:
+            assert "leaked: windows" in str(error)
+        else:
+            raise AssertionError("a leak was not told")
+        world.scheduler.forward_ct, world.scheduler.current_scheduler_metrics_enabled = 5, False
+        del world.scheduler.metrics_collector
+        strict = envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE
+        before = strict.get()
+        strict.set(False)
+        try:
+            world.metrics.on_idle()
+        except ValueError as error:
+            raise AssertionError("a leak is logged where checks are not strict") from error
+        finally:
+            strict.set(before)
+    assert world.checks == 3 and len(world.idle_reports) == 1
+    assert world.scheduler.count_nsa_offload_leak_warnings == 1
+
+
 def check_names(**faulty):
     world = World(**faulty)
     def init(self, labels):
@@ -303,6 +370,7 @@ CHECKS = (
     check_shortage,
     check_retracted,
     check_log,
+    check_idle_report,
     check_names,
 )
 
@@ -330,6 +398,13 @@ FAULTS = {
         "issued for done": ("rows_done=controller.rows_arrived()", "rows_done=controller.rows_stored"),
         "retractions overwritten": ("[self._slot_limit] += num", "[self._slot_limit] = num"),
         "read again for publishing": ("self._published = False", "pass"),
+        "not looked for leaks": ("self._coordinator.check_idle()", "pass"),
+        "looked for leaks in every round": ("self._checked_forward = scheduler.forward_ct", "pass"),
+        "leaks not told": ("raise_error_or_warn(scheduler, strict", "(lambda *a: None)(scheduler, strict"),
+        "always strict": ("raise_error_or_warn(scheduler, strict", "raise_error_or_warn(scheduler, True"),
+        "idle report in its time": ("scheduler.metrics_collector.last_log_time = -math.inf", "pass"),
+        "last counts not asked for": ("self._refresh()  # asks", "pass  # asks"),
+        "rates of the last steps while idle": ("0.0 if idle else _miss", "_miss"),
         "never read again": ("self._published = True\n        return", "return"),
     },
     shortage: {

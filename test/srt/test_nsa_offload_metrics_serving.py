@@ -101,10 +101,11 @@ class TestServing(CustomTestCase):
             self.assertEqual(seen["retracted_requests_total max_total_tokens"], 1)
             self.assertGreater(seen["copy_bytes_per_second h2d"], 0)
 
-            # Idle reports: the last copy of the counters arrives with the second.
-            for _ in range(2):
-                scheduler.metrics_collector.log_stats(scheduler.stats)
-            seen = scraped()
+            seen = scraped()  # without waiting for an idle report
+            self.assertEqual((seen["copy_bytes_per_second h2d"], seen["copy_bytes_per_second d2h"]), (0, 0))
+            self.assertEqual(sum(value for name, value in seen.items() if name.startswith("queued_")), 0)
+            (running,) = (f for f in prometheus_client.REGISTRY.collect() if f.name == "sglang:num_running_reqs")
+            self.assertEqual([sample.value for sample in running.samples], [0])
             for layer, counts in enumerate(parts.lru.counters.tolist()):
                 for result, count in zip(("lru_hit", "ring_hit", "miss"), counts):
                     self.assertGreater(count, 0)

@@ -385,10 +385,12 @@ class NSAOffloadCoordinator(SparseCoordinator):
     ) -> None:
         """After a prefill layer: send its rows to the host. Decode has nothing left to do."""
         if not is_decode_step(forward_batch.forward_mode):
+            # Padding stands behind the prompts' tokens, and has no row.
+            num_tokens = sum(forward_batch.extend_seq_lens_cpu)
             self.controller.store_layer(
                 layer.layer_id - self.start_layer,
-                self.token_to_kv_pool.write_slots,
-                forward_batch.out_cache_loc,
+                self.token_to_kv_pool.write_slots[:num_tokens],
+                forward_batch.out_cache_loc[:num_tokens],
             )
 
     # ---- idle -----------------------------------------------------------------------

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.sparsity.nsa_offload.counters import CounterSample, CounterSampler
 from sglang.srt.mem_cache.sparsity.nsa_offload.shortage import (
     NOTHING,
     RESOURCES,
     queued_requests,
 )
+from sglang.srt.utils.common import raise_error_or_warn
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -29,7 +32,7 @@ class OffloadStats:
         layer_hit_rates: share of hits of each layer, 0 to 1; None where nothing was read.
         hit_rate: the same over all layers.
         to_device_bytes, to_host_bytes: latent rows copied, all layers.
-        to_device_rate, to_host_rate: bytes a second.
+        to_device_rate, to_host_rate: bytes a second; 0 while idle.
         host_rows, host_rows_used: rows of the host pool without its padding page.
         retraction_bytes, retraction_bytes_used: host memory for retracted requests.
         windows, windows_used: device windows; one is a spare.
@@ -63,7 +66,7 @@ class OffloadStats:
 
 
 class OffloadMetrics:
-    """Reads the parts of one scheduler's offloading; changes nothing, waits for nothing.
+    """Reads the parts of one scheduler's offloading; changes nothing, and waits only when idle.
 
     Made before the scheduler has its pools, which are looked up at the first reading.
     """
@@ -75,6 +78,7 @@ class OffloadMetrics:
         self._stats: Optional[OffloadStats] = None
         self._stats_time = 0.0
         self._published = True
+        self._checked_forward = 0
 
     @property
     def _coordinator(self):
@@ -89,6 +93,32 @@ class OffloadMetrics:
         from sglang.srt.mem_cache.sparsity.nsa_offload.collector import OffloadMetricsCollector
 
         return OffloadMetricsCollector(self, *args, **kwargs)
+
+    def on_idle(self) -> None:
+        """Called in each round without work; acts in the first one after a forward.
+
+        It looks for leaks, which takes what the GPU has, and reports at once: until SGLang's next
+        idle report, 30 seconds after the last, gauges would say that the server is busy.
+
+        Raises:
+            ValueError: names what leaked. It is logged instead where
+                SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE is off.
+        """
+        scheduler = self._scheduler
+        if scheduler.forward_ct == self._checked_forward:
+            return
+        self._checked_forward = scheduler.forward_ct
+        reports = scheduler.current_scheduler_metrics_enabled
+        if reports:
+            self._refresh()  # asks for the counts that the report will find
+        try:
+            self._coordinator.check_idle()
+        except RuntimeError as leak:
+            strict = envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE.get()
+            raise_error_or_warn(scheduler, strict, "count_nsa_offload_leak_warnings", str(leak))
+        if reports:
+            scheduler.metrics_collector.last_log_time = -math.inf
+            scheduler._maybe_log_idle_metrics()
 
     def count_retracted(self, num_requests: int) -> None:
         """Count requests that were retracted because logical slots ran out."""
@@ -157,13 +187,13 @@ class OffloadMetrics:
         retraction = coordinator.token_to_kv_pool.retraction
         allocator = self._scheduler.token_to_kv_pool_allocator
         to_host = controller.rows_stored * sizes.host_bytes_per_token
-        before = self._stats
+        before, idle = self._stats, self._scheduler.is_fully_idle()
         stats = OffloadStats(
             entries=entries,
             layer_hit_rates=[_hit_rate([layer]) for layer in change],
             hit_rate=_hit_rate(change),
             to_device_bytes=sum(layer[2] for layer in entries) * sizes.row_bytes,
-            to_device_rate=_miss_rate(latest, previous) * sizes.row_bytes,
+            to_device_rate=0.0 if idle else _miss_rate(latest, previous) * sizes.row_bytes,
             to_host_bytes=to_host,
             to_host_rate=(
                 0.0
