@@ -42,11 +42,12 @@ def activate() -> None:
         _replace_indexer_leaves()
         _replace_attention_leaves()
         _fit_host_memory()
-        from sgl_cpu_ref import hisparse, matmul, nsa_swap, slow_rank, speculation
+        from sgl_cpu_ref import dp_attention, hisparse, matmul, nsa_swap, slow_rank, speculation
 
         if _has_module("sglang.jit_kernel.nsa_kv_offload"):  # a patched tree; stock SGLang has no such kernels
             nsa_swap.install()
         matmul.install()
+        dp_attention.install()
         hisparse.enable_on_cpu()
         slow_rank.install()
         speculation.install()

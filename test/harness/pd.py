@@ -113,12 +113,12 @@ class Pair:
             "bootstrap_room": next(self._rooms),
         }
 
-    def generate(self, ids: Sequence[int], n: int = 16, **body) -> Dict[str, Any]:
-        """One greedy request through the pair; returns the decode server's answer."""
+    def generate(self, ids: Sequence[int], n: int = 16, decode: Optional[Dict[str, Any]] = None, **body) -> Dict[str, Any]:
+        """One greedy request through the pair; returns the decode server's answer. ``decode`` adds fields to its half."""
         place = self.place()
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(self.prefill.generate, ids, n, **place, **body)
-            answer = self.decode.generate(ids, n, **place, **body)
+            answer = self.decode.generate(ids, n, **place, **body, **(decode or {}))
             first.result()
         return answer
 

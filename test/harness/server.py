@@ -55,6 +55,12 @@ def free_port() -> int:
     raise ServerError("no free port")
 
 
+def _binding(command: Sequence[str]) -> Dict[str, str]:
+    """A core for each tensor-parallel rank: SGLang's own choice asks how the machine's memory is laid out."""
+    ranks = int(command[command.index("--tp-size") + 1]) if "--tp-size" in command else 1
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))} if ranks > 1 else {}
+
+
 class Server:
     """Starts ``sglang.launch_server`` with the stubs and the plugin; ready once constructed.
 
@@ -83,7 +89,7 @@ class Server:
         command += ["--nccl-port", str(free_port())]  # SGLang's own draw is one that the kernel may give away meanwhile
         command += ["--mem-fraction-static", "0.1", "--max-total-tokens", "20032", "--max-running-requests", "16"]
         command += ["--skip-server-warmup", *args]
-        environment = child_environment(**(env or {}))
+        environment = child_environment(**{**_binding(command), **(env or {})})
         if preforked:
             self.process = prefork.start(command, self.log, environment)
         else:

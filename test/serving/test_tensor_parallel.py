@@ -13,7 +13,6 @@ OFFLOAD = ("--enable-decode-nsa-kv-offload", "--decode-nsa-kv-offload-config", j
 
 def serve(model, log, args, env=None):
     """Outputs of all prompts, at once, twice; a small pool makes decode retract."""
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", **(env or {})}
     with Server(model, log, args=(*COMMON, "--max-total-tokens", "640", *args), env=env) as server:
         prompts = offload.prompts(LENGTHS) * 2
         answers = server.generate_all(prompts, NEW_TOKENS)
