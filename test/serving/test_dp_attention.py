@@ -95,7 +95,7 @@ def check(model, folder, args, window=offload.WINDOW, **env):
     assert all((sum(served.retractions) > 0) == bool(env) for served in (off, on))
     states = [state["decode_nsa_kv_offload"] for state in on.info["internal_states"]]
     for state in states:
-        assert (state["max_running_requests"], state["windows"], state["host_rows"]) == (8, 9, 1024 + 64)
+        assert (state["max_running_requests"], state["windows"], state["host_rows"]) == (8, 9, 1024)
     assert len(states) == 2
     return off, on
 

@@ -335,6 +335,7 @@ class TestConfig(FlagTestCase):
         '{"host_memory": "pined"}': ("host_memory='pined'", "'managed'", "'pinned'"),
         '{"host_memory": 1}': ("host_memory=1", "'managed'"),
         '{"host_ratio": 0}': ("host_ratio=0", "above 0"),
+        '{"host_ratio": 0.5, "host_size_gb": 9}': ("host_size_gb=9", "host_ratio=0.5", "one of them"),
         '{"host_ratio": 1.01}': ("host_ratio=1.01", "at most 1.0"),
         '{"host_ratio": false}': ("host_ratio=False", "number"),
     }
@@ -353,10 +354,10 @@ class TestConfig(FlagTestCase):
             self.assertEqual(config.window_slots, 2 * TOP_K + 64)
 
     def test_all_keys(self):
-        values = {"window_size": 192, "write_back_ring": 128, "host_size_gb": 0.5, "host_ratio": 0.25}
-        values.update(retract_size_gb=0, host_memory="pinned")
-        config = NSAKVOffloadConfig.from_json(json.dumps(values), TOP_K)
-        self.assertEqual(dataclasses.asdict(config), values)
+        values = {"window_size": 192, "write_back_ring": 128, "retract_size_gb": 0, "host_memory": "pinned"}
+        for size, other in (({"host_size_gb": 0.5}, {"host_ratio": 1.0}), ({"host_ratio": 0.25}, {"host_size_gb": None})):
+            config = NSAKVOffloadConfig.from_json(json.dumps({**values, **size}), TOP_K)
+            self.assertEqual(dataclasses.asdict(config), {**values, **size, **other})
         with self.assertRaises(dataclasses.FrozenInstanceError):
             config.window_size = 64
 

@@ -462,7 +462,7 @@ class TestMetrics(CustomTestCase):
             "windows": 5,
             "tokens": 640,
             "tokens_limited_by": LIMIT,
-            "host_rows": 704,
+            "host_rows": 640,
             "host_bytes": 704 * LAYERS * 656,
             "host_memory": "pinned",
             "retraction_bytes": SIZES.retraction_bytes,

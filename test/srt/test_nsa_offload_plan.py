@@ -1,9 +1,11 @@
 """The sizing command: its answers are the configurator's, and they are the largest that fit."""
 
+import argparse
 import contextlib
 import dataclasses
 import io
 import json
+import shlex
 import tempfile
 import unittest
 from pathlib import Path
@@ -11,8 +13,11 @@ from unittest import mock
 
 import nsa_offload_tools  # noqa: F401  (first: chooses the device)
 
+from sglang.srt.arg_groups import nsa_kv_offload_hook as hook
 from sglang.srt.mem_cache.sparsity.nsa_offload import plan
+from sglang.srt.mem_cache.sparsity.nsa_offload.config import NSAKVOffloadConfig
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import OffloadSizes
+from sglang.srt.server_args import ServerArgs
 from sglang.test.test_utils import CustomTestCase
 
 KV_BYTES = int(38e9)
@@ -139,6 +144,63 @@ class TestCommand(CustomTestCase):
         self.assertGreater(retracted, 0)
         self.assertAlmostEqual(ranks, 4 * (rank + retracted), delta=0.05)
 
+    def test_one_rank_and_wide_numbers(self):
+        _, text = run("--kv-memory-gib", "38", "--tp-size", "1", "--batch", "5000", "--context", "131072")
+        line = next(x for x in text.splitlines() if x.startswith("host bytes, 1 rank "))
+        self.assertEqual(line.split()[-3], "-")
+        self.assertGreater(float(line.split()[-2].replace(",", "")), 26000)
+
+    def test_limits_are_said(self):
+        _, text = run("--kv-memory-gib", "380", "--context", "4096")
+        self.assertIn("more than 256 requests a rank gain nothing", text)
+        _, text = run("--kv-memory-gib", "38", "--host-memory-gib", "300")
+        self.assertIn("flag on: host memory is the limit", text)
+
+    def test_dp_attention_beside_tensor_parallelism(self):
+        """Less device memory for KV, since attention weights repeat, and requests of each rank's own."""
+        command = ("--gpu-memory-gib", "139", "--weights-gib", "81", "--context", "32768")
+        status, text = run(*command, "--dp-attention", "--dp-weights-gib", "92")
+        self.assertEqual(status, 0)
+        rows = {line[:30].strip(): line[30:].split() for line in text.splitlines()}
+        tensor = ask(kv_bytes=int((139 * 0.85 - 81) * plan.GIB))
+        data = ask(kv_bytes=int((139 * 0.85 - 92) * plan.GIB), data_ranks=8)
+        sides = (tensor.off, tensor.on, data.off, data.on)
+        self.assertEqual(rows["requests a rank"], [f"{side.requests}" for side in sides])
+        counts = [side.requests * n for side, n in zip(sides, (1, 1, 8, 8))]
+        self.assertEqual(rows["requests that fit"], [f"{count}" for count in counts])
+        self.assertGreater(counts[3], 3 * counts[2])
+        self.assertEqual(run(*command, "--dp-attention")[0], 2)
+        status, text = run(*command, "--dp-attention", "--dp-weights-gib", "92", "--dp-size", "3")
+        self.assertIn("--dp-size 3 is not above 1 and a divisor of --tp-size 8", text)
+
+    def test_launch_command_is_what_a_server_accepts(self):
+        for more in ((), ("--colocated",), ("--speculative-num-steps", "2"), ("--dp-attention", "--dp-kv-memory-gib", "26")):
+            with self.subTest(more=more):
+                _, text = run("--kv-memory-gib", "38", "--context", "32768", *more)
+                words = shlex.split(text.splitlines()[-1])
+                self.assertEqual(words[:3], ["python", "-m", "sglang.launch_server"])
+                parser = argparse.ArgumentParser()
+                ServerArgs.add_cli_args(parser)
+                with mock.patch.object(ServerArgs, "__post_init__"):
+                    args = ServerArgs.from_cli_args(parser.parse_args(words[3:]))
+                self.assertTrue(args.enable_decode_nsa_kv_offload)
+                # What SGLang itself sets from the model and the machine.
+                args.speculative_draft_model_path = args.model_path
+                for conflict in hook.CONFLICTS:
+                    self.assertFalse(conflict.holds(args), conflict.setting)
+                fit = ask(
+                    kv_bytes=(26 if args.enable_dp_attention else 38) << 30,
+                    data_ranks=args.dp_size,
+                    decode_node=args.disaggregation_mode == "decode",
+                    speculative_steps=args.speculative_num_steps or 0,
+                )
+                self.assertEqual(args.max_running_requests, fit.on.requests * args.dp_size)
+                config = NSAKVOffloadConfig.from_json(
+                    args.decode_nsa_kv_offload_config, 2048, args.speculative_num_draft_tokens or 1
+                )
+                self.assertAlmostEqual(config.host_size_gb, fit.on.host_bytes / 1e9, delta=0.011)
+                self.assertGreaterEqual(config.host_size_gb, fit.on.host_bytes / 1e9)
+
     def test_speculation_is_named(self):
         _, text = run("--kv-memory-gib", "38", "--speculative-num-steps", "2")
         self.assertIn("TP 8, --speculative-num-steps 2;", text)
@@ -147,6 +209,10 @@ class TestCommand(CustomTestCase):
     def test_memory_for_kv(self):
         _, text = run("--gpu-memory-gib", "139", "--mem-fraction-static", "0.85", "--weights-gib", "81")
         self.assertIn("for KV 37.15 GiB a GPU (139 x 0.85 - 81)", text)
+
+    def test_model_by_its_name(self):
+        named = run("--model", "deepseek-ai/DeepSeek-V3.2", "--kv-memory-gib", "38")[1]
+        self.assertEqual(named.splitlines()[1:], run("--kv-memory-gib", "38")[1].splitlines()[1:])
 
     def test_model_file(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -161,6 +227,8 @@ class TestCommand(CustomTestCase):
     def test_refusals(self):
         with tempfile.TemporaryDirectory() as folder:
             dense = Path(folder, "config.json")
+            broken = Path(folder, "broken.json")
+            broken.write_text("{")
             dense.write_text('{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 3}')
             for argv, words in (
                 ((), "give --kv-memory-gib"),
@@ -169,7 +237,10 @@ class TestCommand(CustomTestCase):
                 (("--kv-memory-gib", "38", "--config", '{"window_size": 100}'), "window_size=100"),
                 (("--kv-memory-gib", "38", "--config", "{"), "not JSON"),
                 (("--kv-memory-gib", "38", "--model", folder), "no model with DeepSeek sparse"),
-                (("--kv-memory-gib", "38", "--model", folder + "/none"), "none"),
+                (("--kv-memory-gib", "38", "--model", folder + "/none"), "is no file or folder here; give a config.json"),
+                (("--kv-memory-gib", "38", "--model", str(broken)), f"--model {broken}: {broken} is no JSON object"),
+                (("--kv-memory-gib", "38", "--mem-fraction-static", "85"), "argument --mem-fraction-static: 85 is not between 0 and 1"),
+                (("--kv-memory-gib", "38", "--mem-fraction-static", "1.5"), "1.5 is not between"),
                 (("--kv-memory-gib", "38", "--host-memory-gib", "10.001"), "goes to its retracted requests"),
                 (("--kv-memory-gib", "38", "--host-memory-gib", "10.001", "--colocated"), "host_size_gb"),
                 (("--kv-memory-gib", "38", "--colocated", "--config", '{"retract_size_gb": 1}'), "has no use"),

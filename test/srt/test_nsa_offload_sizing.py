@@ -100,6 +100,7 @@ class TestConfigurator(CustomTestCase):
             tp_size=1,
             nnodes=1,
             dp_size=1,
+            enable_dp_attention=False,
             disaggregation_mode="null",
             max_prefill_tokens=512,
             chunked_prefill_size=256,
@@ -175,12 +176,15 @@ class TestConfigurator(CustomTestCase):
         self.assertEqual(derived, int(spare // per_request))
         self.sized(50, max_running_requests=None)
         self.assertEqual(self.args.max_running_requests, sizing.MAX_DERIVED_REQUESTS)
-        self.sized(max_running_requests=None, dp_size=2)
+        self.sized(max_running_requests=None, dp_size=2, enable_dp_attention=True)
         self.assertEqual(self.args.max_running_requests, 2 * derived)
+        self.sized(max_running_requests=None, dp_size=2)  # SGLang's limit is each server's then
+        self.assertEqual(self.args.max_running_requests, derived)
 
-    def test_requests_are_shared_by_data_parallel_ranks(self):
-        _, sizes = self.sized(dp_size=2)
-        self.assertEqual(sizes.num_windows, 5)
+    def test_requests_are_shared_by_ranks_of_dp_attention_alone(self):
+        """The servers that --dp-size makes without it admit as many each as the argument says."""
+        self.assertEqual(self.sized(dp_size=2, enable_dp_attention=True)[1].num_windows, 5)
+        self.assertEqual(self.sized(dp_size=2)[1].num_windows, 9)
 
     def test_token_limit(self):
         tokens, sizes = self.sized(max_total_tokens=500)
@@ -196,7 +200,7 @@ class TestConfigurator(CustomTestCase):
             ("max_total_tokens", {"max_total_tokens": 500, "config": '{"host_size_gb": 99}'}),
             ("host_memory", {"config": '{"host_size_gb": 0.03}'}),
             ("host_memory", {"config": '{"host_ratio": 0.5}'}),
-            ("host_memory", {"max_total_tokens": 500, "config": '{"host_size_gb": 0.0005}'}),
+            ("host_memory", {"max_total_tokens": 500, "config": '{"host_size_gb": 0.0006}'}),
         ):
             with self.subTest(limit=limit, **more):
                 self.sized(**more)
@@ -217,16 +221,6 @@ class TestConfigurator(CustomTestCase):
         with self.assertRaisesRegex(ValueError, "--mem-fraction-static, or lower window_size"):
             self.sized(0.0001, disaggregation_mode="decode")  # stages nothing
 
-    def test_too_many_requests(self):
-        with self.assertRaises(ValueError) as caught:
-            self.sized(max_running_requests=5000)
-        text = str(caught.exception)
-        self.assertIn("--max-running-requests 5000", text)
-        fit = int(text.split("At most ")[1].split()[0])
-        self.assertGreater(self.sized(max_running_requests=fit)[0], 0)
-        with self.assertRaises(ValueError):
-            self.sized(max_running_requests=fit + 1)
-
     def test_too_little_host_memory(self):
         self.host_free = sizing_reserve() + int(10e6)
         with self.assertRaises(ValueError) as caught:
@@ -245,6 +239,10 @@ class TestConfigurator(CustomTestCase):
         self.sized(config='{"host_size_gb": 0.03}', tp_size=2, nnodes=2)
         with self.assertRaisesRegex(ValueError, "2 rank"):  # a replica's, which starts beside this one
             self.sized(config='{"host_size_gb": 0.03}', dp_size=2)
+        data_parallel = {"dp_size": 2, "enable_dp_attention": True}  # --tp-size counts these ranks
+        self.sized(config='{"host_size_gb": 0.03}', tp_size=2, nnodes=2, **data_parallel)
+        with self.assertRaisesRegex(ValueError, "2 rank"):
+            self.sized(config='{"host_size_gb": 0.03}', tp_size=2, **data_parallel)
 
     def test_retracted_requests_of_a_decode_node(self):
         """A share of the pool that holds the longest request, or what was asked for; none elsewhere."""
@@ -279,7 +277,7 @@ class TestConfigurator(CustomTestCase):
             self.sized(20, config='{"host_size_gb": 70, "retract_size_gb": 15}', disaggregation_mode="decode")
 
     def test_host_size(self):
-        tokens, sizes = self.sized(config='{"host_size_gb": 0.03, "host_ratio": 0.5}')
+        tokens, sizes = self.sized(config='{"host_size_gb": 0.03}')
         rows = NSAKVOnlyTokenToKVPoolHost.rows_for(tokens, PAGE)
         self.assertLessEqual(rows * sizes.host_bytes_per_token, 0.03e9)
         self.assertGreater((rows + PAGE) * sizes.host_bytes_per_token, 0.03e9)
@@ -287,11 +285,27 @@ class TestConfigurator(CustomTestCase):
     def test_host_size_above_need(self):
         self.assertEqual(self.sized(config='{"host_size_gb": 99}')[0], self.sized()[0])
 
-    def test_host_size_of_no_page(self):
-        with self.assertRaisesRegex(ValueError, "host_size_gb=0.0001 holds 50 rows") as caught:
+    def test_host_size_that_answers_nothing(self):
+        """The remedy holds one request of the context, and the warning's as well."""
+        with self.assertRaisesRegex(ValueError, "host_size_gb=0.0001 holds 0 tokens") as caught:
             self.sized(config='{"host_size_gb": 0.0001}')
-        least = float(str(caught.exception).split("at least ")[1].rstrip("."))
-        self.assertEqual(self.sized(config=f'{{"host_size_gb": {least}}}')[0], PAGE)
+        with self.assertLogs(sizing.logger, "WARNING") as logged:
+            self.assertLess(self.sized(config='{"host_size_gb": 0.0005}')[0], 1000)
+        for text in (str(caught.exception).split("give ")[1], logged.output[0].split("give ")[1]):
+            remedy = float(text.split()[0])
+            with self.assertNoLogs(sizing.logger, "WARNING"):
+                tokens = self.sized(config=f'{{"host_size_gb": {remedy}}}')[0]
+            self.assertEqual(tokens, 1024 + PAGE)
+
+    def test_requests_that_leave_no_room(self):
+        """The remedy leaves room for one request of the context."""
+        for more in ({}, {"dp_size": 2, "enable_dp_attention": True}):
+            with self.assertRaisesRegex(ValueError, "--max-running-requests 4000 needs") as caught:
+                self.sized(max_running_requests=4000, **more)
+            remedy = int(str(caught.exception).split("lower it to ")[1].split()[0])
+            self.assertGreaterEqual(self.sized(max_running_requests=remedy, **more)[0], 1024 + PAGE)
+            with self.assertRaises((ValueError, AssertionError)):
+                self.assertGreaterEqual(self.sized(max_running_requests=remedy + 2, **more)[0], 1024 + PAGE)
 
     def test_host_ratio(self):
         whole, half = self.sized()[0], self.sized(config='{"host_ratio": 0.5}')[0]

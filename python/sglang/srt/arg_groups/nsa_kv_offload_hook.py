@@ -201,8 +201,8 @@ def add_nsa_kv_offload_args(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="A dictionary in JSON string format for " + FLAG + ". Keys: window_size (device "
         "rows a request and layer; default 2 x top-k, or the top-k of each query token), "
-        "write_back_ring, host_size_gb, host_ratio, host_memory. "
-        'Example: \'{"window_size": 4096, "host_size_gb": 200}\'',
+        "write_back_ring, host_size_gb (of one rank; --tp-size ranks take as much each), host_ratio, host_memory. "
+        'Example: \'{"window_size": 4096, "host_size_gb": 120}\'',
     )
 
 

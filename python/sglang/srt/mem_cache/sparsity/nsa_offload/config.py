@@ -31,8 +31,7 @@ class NSAKVOffloadConfig:
             multiple of 64. Default: that, and no less than twice the top-k.
         write_back_ring: newest rows kept on the device outside the LRU until they are on the
             host: at least those of two steps; a multiple of 64.
-        host_size_gb: host memory for latent KV in GB (1e9 bytes); takes precedence over
-            ``host_ratio``.
+        host_size_gb: host memory for latent KV in GB (1e9 bytes), in place of ``host_ratio``.
         host_ratio: host rows for each logical slot that index-key memory allows, above 0 and
             at most 1: a row without an index key has no use.
         retract_size_gb: host memory for requests that a decode node retracts, in GB, 0 for none.
@@ -90,6 +89,11 @@ class NSAKVOffloadConfig:
             raise ValueError(
                 f"{CONFIG_FLAG}: host_memory={values['host_memory']!r} is neither "
                 f"{HOST_MEMORY[0]!r} nor {HOST_MEMORY[1]!r}; give one of them, or leave it out."
+            )
+        if None not in (values.get("host_size_gb"), values.get("host_ratio")):
+            raise ValueError(
+                f"{CONFIG_FLAG}: host_size_gb={values['host_size_gb']} and "
+                f"host_ratio={values['host_ratio']} both size the host pool; give one of them."
             )
         if values.get("host_ratio") is not None and values["host_ratio"] > 1:
             raise ValueError(

@@ -161,7 +161,7 @@ class OffloadMetrics:
             "staging_slots": sizes.staging_slots,
             "tokens": tokens,
             "tokens_limited_by": self._slot_limit,
-            "host_rows": host_pool.size,
+            "host_rows": tokens,
             "host_bytes": host_pool.size * host_pool.size_per_token,
             "host_memory": host_pool.memory,
             "retraction_bytes": sizes.retraction_bytes,

@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 import torch
 
@@ -24,8 +24,10 @@ from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import (
     HOST_RESERVE_BYTES,
     NSAKVOnlyTokenToKVPoolHost,
 )
+from sglang.srt.mem_cache.sparsity.nsa_offload.plan_report import launch_command, table
 from sglang.srt.mem_cache.sparsity.nsa_offload.retraction import pool_bytes_beside
 from sglang.srt.mem_cache.sparsity.nsa_offload.sizing import (
+    DEVICE_MEMORY,
     INDEX_KEY_BYTES,
     NSAOffloadPoolConfigurator,
     OffloadSizes,
@@ -35,7 +37,8 @@ from sglang.srt.model_executor.model_runner_kv_cache_mixin import ModelRunnerKVC
 PAGE = 64
 GIB = 1 << 30
 DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}
-# What is read of deepseek-ai/DeepSeek-V3.2's config.json.
+DEEPSEEK_V32_ID = "deepseek-ai/DeepSeek-V3.2"
+# What is read of its config.json.
 DEEPSEEK_V32 = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "num_hidden_layers": 61,
@@ -56,7 +59,8 @@ class Question:
         context: tokens of each request, and the server's context length.
         batch: requests at once; None for as many as fit, with the flag 256 at most.
         config: JSON of ``--decode-nsa-kv-offload-config``, or None.
-        ranks: attention TP ranks on the host; each takes its own host pool.
+        ranks: ranks of the one host; each takes its own host pool.
+        data_ranks: of them with DP attention, each with requests of its own; 1 without.
         host_bytes: memory of the host; None where it does not limit.
         decode_node: no prompt is prefilled here, so nothing is staged.
         chunked_prefill_size: tokens.
@@ -70,6 +74,7 @@ class Question:
     batch: Optional[int] = None
     config: Optional[str] = None
     ranks: int = 8
+    data_ranks: int = 1
     host_bytes: Optional[int] = None
     decode_node: bool = True
     chunked_prefill_size: int = 8192
@@ -93,7 +98,7 @@ class Side:
     """One rank's answer with the flag off or on.
 
     Attributes:
-        requests: of the full context, as many as fit.
+        requests: of the full context, as many as fit on a rank.
         fits: whether the batch asked for does; True where none was.
         request_bytes: device bytes of one request.
         device_bytes: of the batch asked for, or of as many as fit.
@@ -111,12 +116,17 @@ class Side:
 
 @dataclass(frozen=True)
 class Answer:
-    """Both sides, and the sizes behind the second; ``sizes`` counts its windows."""
+    """Both sides, and the sizes behind the second; ``sizes`` counts its windows.
+
+    Attributes:
+        slot_limit: what limits the slots with the flag on, as ``NSAOffloadPoolConfigurator`` says.
+    """
 
     question: Question
     off: Side
     on: Side
     sizes: OffloadSizes
+    slot_limit: str = DEVICE_MEMORY
 
 
 def answer(question: Question) -> Answer:
@@ -146,7 +156,7 @@ def answer(question: Question) -> Answer:
         host_bytes=host_bytes,
         retraction_bytes=retraction,
     )
-    return Answer(question, _dense(question, sizes), on, served)
+    return Answer(question, _dense(question, sizes), on, served, configurator.slot_limit)
 
 
 def _dense(question: Question, sizes: OffloadSizes) -> Side:
@@ -179,7 +189,8 @@ def _runner(question: Question) -> SimpleNamespace:
         get_model_config=lambda: model_config,
         tp_size=question.ranks,
         nnodes=1,
-        dp_size=1,
+        dp_size=question.data_ranks,
+        enable_dp_attention=question.data_ranks > 1,
         disaggregation_mode="decode" if question.decode_node else "null",
         chunked_prefill_size=question.chunked_prefill_size,
         max_prefill_tokens=question.context,
@@ -232,63 +243,23 @@ def _config(question: Question) -> Optional[str]:
     return json.dumps({"host_size_gb": share / 1e9, **config})
 
 
-def report(answer: Answer) -> str:
-    """The answer as a table, bytes in powers of ten."""
-    question, sizes = answer.question, answer.sizes
-    of = f"device bytes of {question.batch}" if question.batch else "device bytes of these"
-    rows: list[tuple[str, Callable[[Side], str]]] = [
-        ("requests that fit", lambda s: f"{s.requests:,}"),
-        ("device bytes a request", lambda s: _size(s.request_bytes)),
-        (of, lambda s: _size(s.device_bytes)),
-        ("host bytes a rank", lambda s: _size(s.host_bytes)),
-        ("for retracted requests", lambda s: _size(s.retraction_bytes)),
-        (
-            f"host bytes, {question.ranks} ranks",
-            lambda s: _size((s.host_bytes + s.retraction_bytes) * question.ranks),
-        ),
-    ]
-    if question.batch:
-        rows.insert(1, (f"{question.batch} fit", lambda s: _yes(s.fits)))
-    lines = [f"{f'context {question.context:,}':<30}{'flag off':>12}{'flag on':>12}"]
-    lines += [f"{name:<30}{cell(answer.off):>12}{cell(answer.on):>12}" for name, cell in rows]
-    lines.append(
-        f"windows of {sizes.lru_slots:,} + {sizes.ring_slots} rows"
-        f"{_of_queries(sizes)}, {_size(sizes.window_bytes)} each; staging of {sizes.staging_slots:,} rows"
-    )
-    if sizes.queries > 1:
-        lines.append(f"pass --max-running-requests {sizes.num_windows - 1}: SGLang's default is 48")
-    return "\n".join(lines)
-
-
-def _of_queries(sizes: OffloadSizes) -> str:
-    if sizes.queries == 1:
-        return ""
-    return f" for {sizes.queries} tokens a step"
-
-
-def _size(count: int) -> str:
-    if not count:
-        return "-"
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="plan", description="What fits with and without --enable-decode-nsa-kv-offload."
     )
     add = parser.add_argument
-    add("--model", type=Path, help="config.json or its folder; default: DeepSeek-V3.2")
+    add("--model", help="config.json or its folder; default: DeepSeek-V3.2")
     add("--kv-cache-dtype", choices=DTYPES, default="fp8_e4m3")
-    add("--tp-size", type=_count, default=8, help="attention TP ranks on one host")
+    add("--tp-size", type=_count, default=8, help="ranks, all of one host")
+    add("--dp-attention", action="store_true", help="and with --dp-size ranks of their own requests")
+    add("--dp-size", type=_count, help="with --dp-attention; default: --tp-size")
+    add("--dp-weights-gib", type=float, help="as --weights-gib, with DP attention: it repeats attention")
+    add("--dp-kv-memory-gib", type=float, help="as --kv-memory-gib, with DP attention")
     add("--context", type=_count, nargs="+", default=[32768, 131072], help="prompt and answer")
     add("--batch", type=_count, help="requests at once; default: as many as fit")
     add("--kv-memory-gib", type=float, help="device memory for KV; else the next three")
     add("--gpu-memory-gib", type=float, help="of one GPU")
-    add("--mem-fraction-static", type=float, default=0.85, help="as given to the server")
+    add("--mem-fraction-static", type=_fraction, default=0.85, help="as given to the server")
     add("--weights-gib", type=float, help="on one GPU: 'mem usage' in the server's log")
     add("--host-memory-gib", type=float, help="of one host; default: no limit")
     add("--config", help="as given to --decode-nsa-kv-offload-config")
@@ -308,49 +279,70 @@ def main(argv: Optional[list[str]] = None) -> int:
     """Print a table for each context. Returns the exit status; errors end the program."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.kv_memory_gib is not None:
-        kv_gib, how = args.kv_memory_gib, "given"
-    elif args.gpu_memory_gib is not None and args.weights_gib is not None:
-        kv_gib = args.gpu_memory_gib * args.mem_fraction_static - args.weights_gib
-        how = f"{args.gpu_memory_gib:g} x {args.mem_fraction_static:g} - {args.weights_gib:g}"
-    else:
-        parser.error("give --kv-memory-gib, or --gpu-memory-gib and --weights-gib")
-    if kv_gib <= 0:
-        parser.error(
-            f"{kv_gib:.2f} GiB are left for KV ({how}); check --kv-memory-gib, or --gpu-memory-gib, "
-            "--mem-fraction-static and --weights-gib"
-        )
+    memory = [_kv_memory(parser, args, "")]
+    ranks = [1]
+    if args.dp_attention:
+        memory.append(_kv_memory(parser, args, "dp-"))
+        ranks.append(args.dp_size or args.tp_size)
+        if args.tp_size % ranks[1] or ranks[1] == 1:
+            parser.error(f"--dp-size {ranks[1]} is not above 1 and a divisor of --tp-size {args.tp_size}")
     try:
         model = _model(args.model)
         answers = [
-            answer(
-                Question(
-                    model=model,
-                    kv_cache_dtype=args.kv_cache_dtype,
-                    kv_bytes=int(kv_gib * GIB),
-                    context=context,
-                    batch=args.batch,
-                    config=args.config,
-                    ranks=args.tp_size,
-                    host_bytes=_bytes(args.host_memory_gib),
-                    decode_node=not args.colocated,
-                    chunked_prefill_size=args.chunked_prefill_size,
-                    speculative_steps=args.speculative_num_steps,
+            [
+                answer(
+                    Question(
+                        model=model,
+                        kv_cache_dtype=args.kv_cache_dtype,
+                        kv_bytes=int(kv_gib * GIB),
+                        context=context,
+                        batch=args.batch,
+                        config=args.config,
+                        ranks=args.tp_size,
+                        data_ranks=data_ranks,
+                        host_bytes=_bytes(args.host_memory_gib),
+                        decode_node=not args.colocated,
+                        chunked_prefill_size=args.chunked_prefill_size,
+                        speculative_steps=args.speculative_num_steps,
+                    )
                 )
-            )
+                for (kv_gib, _), data_ranks in zip(memory, ranks)
+            ]
             for context in args.context
         ]
     except (OSError, ValueError, KeyError) as error:
         parser.error(str(error))
+    kinds = [f"TP {args.tp_size}"] + [f"DP attention {ranks[-1]}"] * args.dp_attention
     print(
         f"{args.model or 'DeepSeek-V3.2'}, {args.kv_cache_dtype}, "
-        f"{'colocated' if args.colocated else 'decode node'}, TP {args.tp_size}"
+        f"{'colocated' if args.colocated else 'decode node'}, {' and '.join(kinds)}"
         f"{_speculation(args.speculative_num_steps)}; "
-        f"for KV {kv_gib:.2f} GiB a GPU ({how})"
+        + ", ".join(f"for KV {kv_gib:.2f} GiB a GPU ({how})" for kv_gib, how in memory)
     )
     for each in answers:
-        print(f"\n{report(each)}")
+        print(f"\n{table(each)}")
+        print(f"\n{launch_command(each[-1], args.model or DEEPSEEK_V32_ID)}")
     return 0
+
+
+def _kv_memory(parser, args, prefix: str) -> tuple[float, str]:
+    """GiB for KV on a GPU, and how they were found, from the options with a prefix."""
+    given, weights = (
+        getattr(args, prefix.replace("-", "_") + name) for name in ("kv_memory_gib", "weights_gib")
+    )
+    if given is not None:
+        kv_gib, how = given, "given"
+    elif args.gpu_memory_gib is not None and weights is not None:
+        kv_gib = args.gpu_memory_gib * args.mem_fraction_static - weights
+        how = f"{args.gpu_memory_gib:g} x {args.mem_fraction_static:g} - {weights:g}"
+    else:
+        parser.error(f"give --{prefix}kv-memory-gib, or --gpu-memory-gib and --{prefix}weights-gib")
+    if kv_gib <= 0:
+        parser.error(
+            f"{kv_gib:.2f} GiB are left for KV ({how}); check --{prefix}kv-memory-gib, or "
+            f"--gpu-memory-gib, --mem-fraction-static and --{prefix}weights-gib"
+        )
+    return kv_gib, how
 
 
 def _count(text: str) -> int:
@@ -364,13 +356,30 @@ def _speculation(steps: int) -> str:
     return f", --speculative-num-steps {steps}" if steps else ""
 
 
-def _model(path: Optional[Path]) -> dict[str, Any]:
-    if path is None:
-        return DEEPSEEK_V32
-    found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    missing = [key for key in DEEPSEEK_V32 if key not in found]
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1, such as 0.85")
+    return value
+
+
+def _model(name: Optional[str]) -> dict[str, Any]:
+    path = Path(name or DEEPSEEK_V32_ID)
+    if not path.exists():
+        if str(path) == DEEPSEEK_V32_ID:
+            return DEEPSEEK_V32
+        raise ValueError(
+            f"--model {name} is no file or folder here; give a config.json or its folder, or leave "
+            f"it out for {DEEPSEEK_V32_ID}."
+        )
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text())
+        missing = [key for key in DEEPSEEK_V32 if key not in found]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--model {name}: {file} is no JSON object ({error}).") from error
     if missing:
-        raise ValueError(f"{path} lacks {missing}: no model with DeepSeek sparse attention.")
+        raise ValueError(f"--model {name} lacks {missing}: no model with DeepSeek sparse attention.")
     return {key: found[key] for key in DEEPSEEK_V32}
 
 

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # Derived batches above this gain nothing: one decode step then moves gigabytes.
 MAX_DERIVED_REQUESTS = 256
+# A server's first request: its prompt, its answer and a page that SGLang keeps free.
+MIN_TOKENS = 128
 # Of the index key of one token and layer, and of a staging map entry.
 INDEX_KEY_BYTES = 128 + 4
 STAGING_MAP_BYTES_PER_PAGE = 4
@@ -168,7 +170,11 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
         self._page_size = mr.page_size
         self._slot_limit = DEVICE_MEMORY
         self._context_len = mr.model_config.context_len
-        self._ranks_on_host = max(1, args.tp_size // args.nnodes) * args.dp_size
+        # As SGLang shares out the limit of requests: among ranks of DP attention, which --tp-size
+        # counts as well, and not among the servers that --dp-size alone makes.
+        self._data_ranks = args.dp_size if args.enable_dp_attention else 1
+        replicas = args.dp_size // self._data_ranks
+        self._ranks_on_host = max(1, args.tp_size // args.nnodes) * replicas
         queries = queries_per_step(args)
         self._sizes = OffloadSizes(
             num_windows=0,
@@ -203,6 +209,11 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
         """Of this rank; windows are counted once ``fit_slots`` has run."""
         return self._sizes
 
+    @property
+    def slot_limit(self) -> str:
+        """What limits the logical slots, once ``fit_slots`` has run."""
+        return self._slot_limit
+
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> OffloadPoolConfig:
         slots = self.fit_slots(available_bytes)
         return self.calculate_pool_sizes_from_max_tokens(slots, page_size)
@@ -229,12 +240,16 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
         sizes = replace(sizes, num_windows=num_requests + 1)
         left = available_bytes - sizes.device_bytes(0)
         if left < page_size * sizes.bytes_per_token:
-            fit = (available_bytes - self._sizes.device_bytes(page_size)) // sizes.window_bytes
+            # One spare window, and index keys for one request of the context.
+            one = replace(self._sizes, num_windows=1).device_bytes(self._context_slots)
+            fit = int((available_bytes - one) // sizes.window_bytes) * self._data_ranks
+            remedy = f"lower it to {fit} or less" if fit > 0 else "raise --mem-fraction-static"
             raise ValueError(
-                f"{FLAG}: --max-running-requests {num_requests} needs "
+                f"{FLAG}: --max-running-requests {num_requests * self._data_ranks} needs "
                 f"{sizes.device_bytes(page_size) / 1e9:.2f} GB of device memory for its windows, "
-                f"but {available_bytes / 1e9:.2f} GB are left. At most {max(0, int(fit) - 1)} "
-                f"fit without any tokens; lower it, or window_size in {CONFIG_FLAG}."
+                f"but {available_bytes / 1e9:.2f} GB are left on a GPU. To leave room for the index "
+                f"keys of one request of {self._context_len} tokens, {remedy}, or lower window_size "
+                f"in {CONFIG_FLAG}."
             )
         by_index_keys = int(left / sizes.bytes_per_token)
         limit = self._server_args.max_total_tokens
@@ -275,14 +290,14 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
     def _num_requests(self, available_bytes: int) -> int:
         args = self._server_args
         if args.max_running_requests is not None:
-            return args.max_running_requests // args.dp_size
+            return args.max_running_requests // self._data_ranks
         per_request = (
             self._sizes.window_bytes + self._context_len * self._sizes.bytes_per_token
         )
         free = available_bytes - self._sizes.device_bytes(0) - self._sizes.window_bytes
         derived = max(1, min(MAX_DERIVED_REQUESTS, int(free / per_request)))
         # The scheduler resolves its limit from the argument after the pools are sized.
-        args.max_running_requests = derived * args.dp_size
+        args.max_running_requests = derived * self._data_ranks
         logger.info(
             "%s: --max-running-requests is unset; derived %d from device memory, each with a "
             "window and index keys for %d tokens.",
@@ -299,13 +314,34 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
         page = sizes.page_size
         rows = int(config.host_size_gb * 1e9 // sizes.host_bytes_per_token)
         tokens = (rows // page - 1) * page
-        if tokens < page:
+        if tokens < MIN_TOKENS:
             raise ValueError(
-                f"{CONFIG_FLAG}: host_size_gb={config.host_size_gb} holds {max(rows, 0)} rows "
-                f"of {sizes.host_bytes_per_token} bytes, under two pages of {page}; give at "
-                f"least {-(-2 * page * sizes.host_bytes_per_token // 1000) / 1e6:.6f}."
+                f"{CONFIG_FLAG}: host_size_gb={config.host_size_gb} holds {max(tokens, 0)} tokens "
+                f"of {sizes.host_bytes_per_token} bytes, under {MIN_TOKENS}, which a server needs to "
+                f"answer at all; give {self._context_gb(sizes):.6f} for one request of "
+                f"{self._context_len} tokens, or more."
+            )
+        if tokens < min(by_index_keys, self._context_len):
+            logger.warning(
+                "%s: host_size_gb=%s holds %d tokens, less than one request of --context-length %d; "
+                "give %.6f or more for longer ones.",
+                CONFIG_FLAG,
+                config.host_size_gb,
+                tokens,
+                self._context_len,
+                self._context_gb(sizes),
             )
         return min(by_index_keys, tokens)
+
+    @property
+    def _context_slots(self) -> int:
+        """Slots of one request of the context length, and a page to grow into."""
+        return -(-self._context_len // self._page_size) * self._page_size + self._page_size
+
+    def _context_gb(self, sizes: OffloadSizes) -> float:
+        """GB of host memory that one request of the context length needs, rounded up."""
+        rows = NSAKVOnlyTokenToKVPoolHost.rows_for(self._context_slots, sizes.page_size)
+        return -(-rows * sizes.host_bytes_per_token // 1000) / 1e6
 
     def _host_setting(self) -> str:
         config = self._config
