@@ -178,16 +178,13 @@ def test_flag_off_serves_both_trees(tmp_path):
     assert run.returncode == 0 or "the ratio is not within" in run.stderr
 
 
-def test_pinning_uses_every_number_of_threads(monkeypatch):
-    from sglang.srt.mem_cache.sparsity.nsa_offload import host_memory
-
-    used, executor = [], host_memory.ThreadPoolExecutor
-    driver = SimpleNamespace(cudaHostRegister=lambda *args: 0, cudaHostUnregister=lambda *args: 0)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(host_memory, "ThreadPoolExecutor", lambda threads: used.append(threads) or executor(threads))
-    rows = load("pinning").measure(1 << 22, ["pinned"], [1, 3], 2)
-    assert used == [1, 3, 1, 3]
-    assert [(row["threads"], row["bytes"]) for row in rows] == [(1, 1 << 22), (3, 1 << 22)]
+def test_host_memory_reads_both_ends(swap_layer, monkeypatch):
+    host_memory = load("host_memory")
+    monkeypatch.setattr(host_memory, "TOP_K", 64)
+    monkeypatch.setattr(host_memory, "WINDOW", 128)
+    rows = host_memory.LAUNCHES * host_memory.BATCH * 64
+    row = host_memory.child("plain", 3 * rows * host_memory.ROW_BYTES, "cpu", rows)
+    assert row["take_s"] >= 0 and set(row) == {"take_s", "gather_near_us", "gather_far_us", "free_huge_gb"}
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import mmap
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -18,7 +19,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
-from sglang.srt.mem_cache.sparsity.nsa_offload import host_memory, host_pool
+from sglang.srt.mem_cache.sparsity.nsa_offload import host_limits, host_memory, host_pool
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import HostBuffer
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_pool import (
     NSAKVOnlyTokenToKVPoolHost,
@@ -51,6 +52,10 @@ def make_pool(dtype, dim, start_layer=0, memory="managed" if DEVICE == "cuda" el
 
 
 class TestHostPool(CustomTestCase):
+    def test_log_does_not_speak_of_the_hierarchical_cache(self):
+        with self.assertNoLogs("sglang.srt.mem_cache.memory_pool_host", "INFO"):
+            make_pool(*DTYPES[0][:2]).close()
+
     def test_layout(self):
         for dtype, dim, row_bytes in DTYPES:
             with self.subTest(dtype=dtype):
@@ -188,48 +193,118 @@ class TestShortOfMemory(CustomTestCase):
                 check_host_memory(1, 1, "host_size_gb=1")
 
 
+# A container of cgroup v2 in a namespace of its own, limit 300 GB, after a checkpoint of 180 GB was read.
+V2_STAT = """anon 21474836480
+file 194347270144
+kernel 1610612736
+shmem 1073741824
+file_mapped 402653184
+file_dirty 536870912
+file_writeback 0
+inactive_anon 22548578304
+active_anon 0
+inactive_file 182536110080
+active_file 10737418240
+unevictable 0
+slab_reclaimable 805306368
+slab_unreclaimable 268435456
+"""
+# A container of cgroup v1: the group's own counts, then those with the groups below.
+V1_STAT = """cache 107374182400
+rss 10737418240
+inactive_file 0
+active_file 0
+dirty 0
+hierarchical_memory_limit 214748364800
+total_cache 107374182400
+total_rss 10737418240
+total_dirty 1073741824
+total_writeback 0
+total_inactive_file 96636764160
+total_active_file 9663676416
+"""
+
+
 class TestCgroup(CustomTestCase):
-    def available(self, *files, machine=100):
-        """With the two pairs of (limit, usage) files; None where a file is missing."""
+    def available(self, files, machine=10**15, groups="0::/\n"):
+        """With control-group files by their paths under the mount."""
         with tempfile.TemporaryDirectory() as folder:
-            pairs = []
-            for number, pair in enumerate(files):
-                paths = [str(Path(folder, f"{kind}{number}")) for kind in ("limit", "usage")]
-                for path, text in zip(paths, pair):
-                    if text is not None:
-                        Path(path).write_text(text)
-                pairs.append(tuple(paths))
+            mount, proc = Path(folder, "cgroup"), Path(folder, "proc")
+            for path, text in {**files, "../proc/self/cgroup": groups}.items():
+                place = (mount if not path.startswith("..") else proc) / path.removeprefix("../proc/")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(text)
             memory = SimpleNamespace(available=machine)
             with (
-                mock.patch.object(host_memory, "_CGROUP_LIMITS", tuple(pairs)),
-                mock.patch.object(host_memory.psutil, "virtual_memory", return_value=memory),
+                mock.patch.multiple(host_limits, _CGROUPS=mount, _PROC=proc),
+                mock.patch.object(host_limits.psutil, "virtual_memory", return_value=memory),
             ):
-                return host_memory.available_host_bytes()
+                return host_limits.available_host_bytes()
 
-    def test_limits(self):
-        self.assertEqual(self.available(("80\n", "30\n"), (None, None)), 50)
-        self.assertEqual(self.available((None, None), ("70", "30")), 40)
-        self.assertEqual(self.available(("max\n", "30\n"), (None, None)), 100)
-        self.assertEqual(self.available(("900", "1"), (None, None)), 100)
-        self.assertEqual(self.available(("30", "80"), (None, None)), 0)
-        self.assertEqual(self.available((None, None), (None, None)), 100)
-        self.assertEqual(self.available(("80", None), ("?", "?")), 100)
-        self.assertEqual(self.available(("80", "20"), ("50", "20")), 30)
+    def v2(self, limit, usage, stat=V2_STAT, folder=""):
+        names = ("memory.max", "memory.current", "memory.stat")
+        return {f"{folder}{name}": f"{value}\n" for name, value in zip(names, (limit, usage, stat))}
+
+    def test_page_cache_is_free(self):
+        limit, usage = 300 * 10**9, 220 * 10**9
+        cache = 182536110080 + 10737418240 + 805306368 - 536870912
+        self.assertEqual(self.available(self.v2(limit, usage)), limit - usage + cache)
+        files = {
+            "memory/memory.limit_in_bytes": f"{200 << 30}\n",
+            "memory/memory.usage_in_bytes": f"{112 << 30}\n",
+            "memory/memory.stat": V1_STAT,
+        }
+        groups = "12:pids:/docker/4f\n5:cpu,cpuacct:/docker/4f\n4:memory:/docker/4f\n0::/system.slice\n"
+        cache = 96636764160 + 9663676416 - 1073741824
+        self.assertEqual(self.available(files, groups=groups), (88 << 30) + cache)
+
+    def test_what_is_not_cache_is_not_free(self):
+        self.assertEqual(self.available(self.v2(100, 60, "anon 60\nfile_dirty 9\n")), 40)
+        self.assertEqual(self.available(self.v2(100, 60, "inactive_file 900\n")), 100)  # read at two moments
+        self.assertEqual(self.available(self.v2(100, 130, "anon 130\n")), 0)
+
+    def test_groups_above_count(self):
+        """The limit of a pod, or of a slice, above the process's own group."""
+        files = {
+            **self.v2("max", 5, "", "kubepods/pod7/main/"),
+            **self.v2(80, 30, "", "kubepods/pod7/"),
+            **self.v2(500, 100, "", "kubepods/"),
+        }
+        self.assertEqual(self.available(files, groups="0::/kubepods/pod7/main\n"), 50)
+        files.update(self.v2(120, 100, "", "kubepods/"))
+        self.assertEqual(self.available(files, groups="0::/kubepods/pod7/main\n"), 20)
+
+    def test_no_limit(self):
+        self.assertEqual(self.available({}, machine=100), 100)
+        self.assertEqual(self.available(self.v2("max", 30), machine=100), 100)
+        self.assertEqual(self.available(self.v2("?", 30), machine=100), 100)
+        self.assertEqual(self.available(self.v2(900, 1, ""), machine=100), 100)
+        self.assertEqual(self.available(self.v2(80, 30, ""), machine=100, groups="nonsense"), 50)
 
     def test_this_machine(self):
-        self.assertGreater(host_memory.available_host_bytes(), 0)
+        self.assertGreater(host_limits.available_host_bytes(), 0)
+
+    def test_fragments(self):
+        zones = (
+            "Node 0, zone      DMA      0      0      0      0      0      0      0      0      1      1      2\n"
+            "Node 0, zone   Normal  90000  80000  70000   1000      0      0      0      0      0      3      7\n"
+        )
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(host_limits, "_PROC", Path(folder)):
+            self.assertIsNone(host_limits.free_huge_bytes())
+            Path(folder, "buddyinfo").write_text(zones)
+            self.assertEqual(host_limits.free_huge_bytes(), ((1 + 3) * 512 + (2 + 7) * 1024) * 4096)
 
 
 class FakeDriver:
     """Registrations as CUDA keeps them; the one at index ``fails_at`` fails."""
 
     def __init__(self, fails_at=None):
-        self.fails_at, self.calls, self.live, self.error = fails_at, [], {}, 0
+        self.fails_at, self.calls, self.live, self.error, self.code = fails_at, [], {}, 0, 2
 
     def cudaHostRegister(self, address, size, flags):
         if len(self.calls) == self.fails_at:
-            self.error = 2
-            return 2
+            self.error = self.code
+            return self.code
         self.calls.append((address, size))
         self.live[address] = size
         return 0
@@ -303,6 +378,12 @@ def resident(address, size):
     return [bool(page & 1) for page in pages]
 
 
+def spans(lines, address):
+    """Whether the first line of a mapping's description spans an address."""
+    begin, end = (int(part, 16) for part in lines.split(" ", 1)[0].split("-"))
+    return begin <= address < end
+
+
 class TestRegistration(CustomTestCase):
     def pinned(self, driver, nbytes, chunk_bytes):
         patcher = mock.patch.object(torch.cuda, "cudart", return_value=driver)
@@ -327,6 +408,28 @@ class TestRegistration(CustomTestCase):
         driver = FakeDriver()
         self.pinned(driver, 4096, 4096).close()
         self.assertEqual([size for _, size in driver.calls], [4096])
+
+    def test_private_memory_in_huge_pages(self):
+        """Shared memory, mmap's default, gets no huge pages; a fork must not have a copy."""
+        buffer = HostBuffer(8 << 20, "plain")
+        address = buffer.tensor.data_ptr()
+        maps = Path("/proc/self/smaps").read_text()
+        lines = next(part for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", maps) if spans(part, address)).splitlines()
+        self.assertIn(" rw-p ", lines[0])
+        flags = next(line for line in lines if line.startswith("VmFlags:")).split()
+        self.assertIn("dc", flags)
+        if Path("/sys/kernel/mm/transparent_hugepage").exists():
+            self.assertIn("hg", flags)
+
+    def test_what_cannot_be_registered(self):
+        for code, words in ((801, ["confidential", '"host_memory": "managed"', "--enable-decode"]), (2, ["ulimit -l", "memlock=-1", "host_size_gb"])):
+            driver = FakeDriver(1)
+            driver.code = code
+            with self.assertRaises(RuntimeError) as caught:
+                self.pinned(driver, 10_000, 4096)
+            for word in (*words, f"code {code}", "pinned host memory"):
+                self.assertIn(word, str(caught.exception))
+            self.assertEqual((driver.live, driver.error), ({}, 0))
 
     def test_failure_rolls_back(self):
         for fails_at in range(3):
@@ -498,16 +601,57 @@ class TestManaged(CustomTestCase):
             else:
                 self.fail("no error")
 
+    def kind(self, runtime=None, num_bytes=1 << 30, registered=False, asked=None, huge=1 << 50):
+        """The kind of memory, and what is logged about it."""
+        with (
+            (runtime or FakeRuntime()).module(),
+            mock.patch.object(host_memory, "free_huge_bytes", return_value=huge),
+            self.assertLogs(host_memory.logger, "INFO") as logged,
+        ):
+            return host_memory.memory_for(self.DEVICE, num_bytes, registered, asked), "\n".join(logged.output)
+
     def test_kind(self):
-        cpu = torch.device("cpu")
-        with FakeRuntime().module():
-            self.assertEqual(host_memory.memory_for(self.DEVICE, registered=False), "managed")
-            self.assertEqual(host_memory.memory_for(self.DEVICE, registered=True), "pinned")
-            self.assertEqual(host_memory.memory_for(self.DEVICE, True, "managed"), "managed")
-            self.assertEqual(host_memory.memory_for(self.DEVICE, False, "pinned"), "pinned")
-            self.assertEqual(host_memory.memory_for(cpu, False, "managed"), "plain")
-        with FakeRuntime(shares=0).module(), self.assertLogs(host_memory.logger, "WARNING"):
-            self.assertEqual(host_memory.memory_for(self.DEVICE, registered=False), "pinned")
+        self.assertEqual(host_memory.memory_for(torch.device("cpu"), 1, False, "managed"), "plain")
+        large = host_memory.MANAGED_MAX_BYTES + 1
+        for expected, words, asked in (
+            ("managed", ["read fastest", '{"host_memory": "pinned"}'], {}),
+            ("pinned", ["has run up to", '{"host_memory": "managed"}'], {"num_bytes": large}),
+            ("managed", ["as asked for"], {"num_bytes": large, "asked": "managed"}),
+            ("pinned", ["network card"], {"registered": True}),
+            ("managed", ["as asked for"], {"registered": True, "asked": "managed"}),
+            ("pinned", ["as asked for"], {"asked": "pinned"}),
+            ("pinned", ["cannot share managed memory"], {"runtime": FakeRuntime(shares=0)}),
+        ):
+            with self.subTest(**asked):
+                memory, text = self.kind(**asked)
+                self.assertEqual(memory, expected)
+                for word in (*words, f"{asked.get('num_bytes', 1 << 30) / 1e9:.2f} GB of host memory are {expected}"):
+                    self.assertIn(word, text)
+                self.assertNotIn("WARNING", text)
+
+    def test_fragments_are_warned_of(self):
+        for huge, warned in ((1 << 29, True), (1 << 30, False), (None, False)):
+            memory, text = self.kind(huge=huge)
+            self.assertEqual((memory, "in fragments" in text), ("managed", warned))
+        self.assertNotIn("in fragments", self.kind(huge=0, asked="pinned")[1])
+
+    def test_no_managed_memory_to_be_had(self):
+        """No package, an older one, and a driver that does not answer: pinned, and no error is left behind."""
+        with mock.patch.dict(sys.modules, {"cuda": None, "cuda.bindings": None}):
+            with self.assertLogs(host_memory.logger, "INFO") as logged:
+                self.assertEqual(host_memory.memory_for(self.DEVICE, 1, False), "pinned")
+            self.assertIn("cuda.bindings cannot be imported", logged.output[0])
+        silent, older = FakeRuntime(), FakeRuntime()
+        silent.cudaDeviceGetAttribute = lambda *args: setattr(silent, "error", 801) or (801, 0)
+        older.cudaMemLocation = None
+        memory, text = self.kind(silent)
+        self.assertEqual((memory, silent.error), ("pinned", 0))
+        self.assertIn("code 801", text)
+        with mock.patch.object(FakeRuntime, "cudaMemLocation", create=True):
+            del FakeRuntime.cudaMemLocation
+            del older.cudaMemLocation
+            self.assertIn("cuda-bindings 13", self.kind(older)[1])
+            FakeRuntime.cudaMemLocation = SimpleNamespace
 
 
 if __name__ == "__main__":

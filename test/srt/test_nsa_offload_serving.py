@@ -220,22 +220,31 @@ class TestLayerSwap(CustomTestCase):
 
 
 class TestFactory(CustomTestCase):
-    def attached(self, **settings):
+    def attached(self, num_bytes=1 << 30, **settings):
         """The kind of memory that the host pool is made of, by a GPU that shares managed memory."""
         args = SimpleNamespace(disable_radix_cache=True, **settings)
         runner = mock.MagicMock(server_args=args)
         runner.token_to_kv_pool.device = "cuda"
+        runner.token_to_kv_pool.size = runner.model_config.context_len = 64
+        sizes = runner.token_to_kv_pool.sizes
+        sizes.host_bytes_per_token = sizes.retraction_bytes = sizes.saved_bytes.return_value = 1
         config = SimpleNamespace(host_memory=None)
         with (
             mock.patch.object(factory.NSAKVOffloadConfig, "from_server_args", return_value=config),
-            mock.patch.object(host_memory, "_shares_managed_memory", return_value=True),
+            mock.patch.object(host_memory, "_no_managed_memory", return_value=None),
             mock.patch.object(factory, "NSAKVOnlyTokenToKVPoolHost") as pool,
             mock.patch.object(factory, "NSAOffloadCoordinator"),
             mock.patch.object(factory, "get_attention_tp_size", return_value=1),
             mock.patch.object(factory.logger, "info"),
         ):
+            pool.rows_for.return_value = num_bytes
             factory.attach_nsa_kv_offload(runner)
         return pool.call_args.args[1]
+
+    def test_managed_memory_up_to_the_size_that_has_run(self):
+        alone = {"disaggregation_mode": "null", "disaggregation_transfer_backend": "mooncake"}
+        for more, memory in ((0, "managed"), (1, "pinned")):
+            self.assertEqual(self.attached(host_memory.MANAGED_MAX_BYTES + more, **alone), memory)
 
     def test_pool_that_a_transfer_engine_registers_is_pinned(self):
         self.assertEqual(self.attached(disaggregation_mode="null", disaggregation_transfer_backend="mooncake"), "managed")

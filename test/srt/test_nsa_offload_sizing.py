@@ -237,8 +237,10 @@ class TestConfigurator(CustomTestCase):
         with self.assertRaisesRegex(ValueError, "2 rank"):
             self.sized(config='{"host_size_gb": 0.03}', tp_size=2)
         self.sized(config='{"host_size_gb": 0.03}', tp_size=2, nnodes=2)
-        with self.assertRaisesRegex(ValueError, "2 rank"):  # a replica's, which starts beside this one
+        # A replica, which starts beside this one or has started and taken its part.
+        with self.assertLogs(host_pool.logger, "WARNING") as logged:
             self.sized(config='{"host_size_gb": 0.03}', dp_size=2)
+        self.assertIn("2 servers of --dp-size need 0.06 GB", logged.output[0])
         data_parallel = {"dp_size": 2, "enable_dp_attention": True}  # --tp-size counts these ranks
         self.sized(config='{"host_size_gb": 0.03}', tp_size=2, nnodes=2, **data_parallel)
         with self.assertRaisesRegex(ValueError, "2 rank"):

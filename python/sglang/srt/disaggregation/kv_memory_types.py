@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import requests
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.registration import remedy
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -46,6 +47,9 @@ def register_kv_memory(agent: Any, regions: list[tuple], kv_args: "KVArgs") -> l
 
     Returns:
         The agent's descriptors, one for each type; empty where a registration failed.
+
+    Raises:
+        RuntimeError: the agent says why it failed; names the bytes and the remedy.
     """
     types = _types_of(kv_args)
     registered = []
@@ -57,7 +61,13 @@ def register_kv_memory(agent: Any, regions: list[tuple], kv_args: "KVArgs") -> l
         ]
         if not chosen:
             continue
-        descs = agent.register_memory(chosen, name)
+        try:
+            descs = agent.register_memory(chosen, name)
+        except Exception as error:
+            raise RuntimeError(
+                f"nixl could not register {sum(size for _, size, *_ in chosen) / 1e9:.2f} GB of {name} "
+                f"for KV ({error}): no transfer would succeed. {remedy()}"
+            ) from error
         if not descs:
             return []
         registered.append(descs)

@@ -34,6 +34,8 @@ def attach_nsa_kv_offload(model_runner: "ModelRunner") -> None:
     server_args = model_runner.server_args
     memory = memory_for(
         torch.device(device_pool.device),
+        NSAKVOnlyTokenToKVPoolHost.rows_for(device_pool.size, sizes.page_size)
+        * sizes.host_bytes_per_token,
         registers_host_memory(server_args),
         NSAKVOffloadConfig.from_server_args(server_args).host_memory,
     )

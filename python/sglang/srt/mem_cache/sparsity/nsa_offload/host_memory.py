@@ -9,14 +9,17 @@ import os
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Callable, Optional
 
-import psutil
 import torch
 from tqdm import tqdm
 
-from sglang.srt.mem_cache.sparsity.nsa_offload.config import HOST_MEMORY
+from sglang.srt.arg_groups.nsa_kv_offload_hook import FLAG
+from sglang.srt.mem_cache.sparsity.nsa_offload.config import CONFIG_FLAG, HOST_MEMORY
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_limits import (
+    free_huge_bytes,
+    locked_memory_limit,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,7 @@ MEMORY_KINDS = (*HOST_MEMORY, "plain")
 MANAGED_PAGE_BYTES = 2 << 20
 # One registration over 512 GiB fails on some drivers.
 PIN_CHUNK_BYTES = 16 << 30
+CUDA_NOT_SUPPORTED = 801
 # A page is there once it is touched, and the device maps a managed one then. Several threads do
 # it ahead; a piece is also the step of the progress bar.
 TOUCH_PIECE_BYTES = 64 << 20
@@ -31,67 +35,75 @@ MAX_TOUCH_THREADS = 8
 # Left to the operating system and to other processes, as SGLang's own host pools do.
 HOST_RESERVE_BYTES = 10 << 30
 
-_CGROUP_LIMITS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
-)
+# Managed memory has run up to this size (benchmark/kv_offload/results/h200/host_memory.json); above
+# it pinned memory is the default.
+MANAGED_MAX_BYTES = 28 << 30
 
 
-def available_host_bytes() -> int:
-    """Bytes this process may still take: the machine's free memory within its cgroup limit.
-
-    The reserve for other processes is not subtracted.
-    """
-    available = psutil.virtual_memory().available
-    for limit_file, usage_file in _CGROUP_LIMITS:
-        try:
-            limit = Path(limit_file).read_text().strip()
-            usage = int(Path(usage_file).read_text())
-        except (OSError, ValueError):
-            continue
-        if limit != "max":
-            available = min(available, max(0, int(limit) - usage))
-    return available
-
-
-def memory_for(device: torch.device, registered: bool, asked: Optional[str] = None) -> str:
-    """The kind of host memory that suits a pool, one of ``MEMORY_KINDS``.
+def memory_for(
+    device: torch.device, num_bytes: int, registered: bool, asked: Optional[str] = None
+) -> str:
+    """The kind of host memory that suits a pool, one of ``MEMORY_KINDS``; logs which, and why.
 
     Managed memory that stays on the host, since the GPU reads scattered rows of it at the link's
     rate, and of pinned memory at the rate at which it translates their addresses. Pinned memory
     where a transfer engine registers the pool, since network cards do not take managed memory,
-    and where the GPU cannot share managed memory with the CPU.
+    where the GPU cannot share managed memory with the CPU, and above ``MANAGED_MAX_BYTES``.
 
     Args:
         device: of the latent rows' windows.
+        num_bytes: of the pool.
         registered: whether a transfer engine registers the pool.
         asked: "managed" or "pinned" to leave nothing to choose; None otherwise.
     """
     if device.type == "cpu":
         return "plain"
-    if asked is not None:
-        return asked
-    if registered:
-        return "pinned"
-    if not _shares_managed_memory(device):
+    memory, why, other = asked, "as asked for", None
+    if asked is None and registered:
+        memory, why = "pinned", "a network card registers it"
+    elif asked is None:
+        hindrance = _no_managed_memory(device)
+        if hindrance is not None:
+            memory, why = "pinned", f"{hindrance}; scattered rows are read more slowly"
+        elif num_bytes > MANAGED_MAX_BYTES:
+            memory, other = "pinned", "managed"
+            why = f"managed memory, which is read faster, has run up to {MANAGED_MAX_BYTES / 1e9:.0f} GB"
+        else:
+            memory, why, other = "managed", "scattered rows of it are read fastest", "pinned"
+    choice = f'; {{"host_memory": "{other}"}} in {CONFIG_FLAG} chooses otherwise' if other else ""
+    logger.info("%.2f GB of host memory are %s: %s%s.", num_bytes / 1e9, memory, why, choice)
+    if memory == "managed":
+        _warn_of_fragments(num_bytes)
+    return memory
+
+
+def _warn_of_fragments(num_bytes: int) -> None:
+    huge = free_huge_bytes()
+    if huge is not None and huge < num_bytes:
         logger.warning(
-            "The GPU cannot share managed memory with the CPU: host memory is pinned, and "
-            "scattered rows are read more slowly."
+            "Free host memory is in fragments: %.2f GB of it in blocks of 2 MB or more, for %.2f GB of "
+            "managed memory. The GPU maps the rest in small pages and reads rows of it more slowly; "
+            "`echo 1 > /proc/sys/vm/compact_memory`, or a restart of the machine, joins them.",
+            huge / 1e9,
+            num_bytes / 1e9,
         )
-        return "pinned"
-    return "managed"
 
 
-def _shares_managed_memory(device: torch.device) -> bool:
-    from cuda.bindings import runtime
-
+def _no_managed_memory(device: torch.device) -> Optional[str]:
+    """Why managed memory cannot be had; None where it can. Leaves no CUDA error behind."""
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        return f"cuda.bindings cannot be imported ({error})"
+    if not hasattr(runtime, "cudaMemLocation"):
+        return "cuda-bindings 13 or newer is needed for managed memory"
     code, shares = runtime.cudaDeviceGetAttribute(
         runtime.cudaDeviceAttr.cudaDevAttrConcurrentManagedAccess, _index(device)
     )
-    return int(code) == 0 and bool(shares)
+    if int(code) != 0:
+        runtime.cudaGetLastError()
+        return f"CUDA does not say whether the GPU shares managed memory (code {int(code)})"
+    return None if shares else "the GPU cannot share managed memory with the CPU"
 
 
 class HostBuffer:
@@ -130,7 +142,7 @@ class HostBuffer:
         if memory == "managed":
             mapping = _managed(nbytes, device, self._given)
         else:
-            mapping = mmap.mmap(-1, nbytes)
+            mapping = _private(nbytes)
         self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         # Runs when the buffer is dropped (the last view of managed memory, which is gone then), and
         # at exit: a process that ends with memory still registered holds the device until the
@@ -177,8 +189,8 @@ class HostBuffer:
         if code != 0:
             _clear_cuda_error()
             raise RuntimeError(
-                f"cudaHostRegister failed with code {code} at {start / 1e9:.1f} of "
-                f"{nbytes / 1e9:.1f} GB; check `ulimit -l` and free host memory."
+                f"cudaHostRegister failed with code {code} at {start / 1e9:.1f} of {nbytes / 1e9:.1f} GB "
+                f"of pinned host memory, of which every rank of the host takes as much. {_remedy(code)}"
             )
         self._given.append((torch.cuda.cudart().cudaHostUnregister, address))
 
@@ -198,6 +210,21 @@ class HostBuffer:
         views are gone.
         """
         self._finalizer()
+
+
+def _private(nbytes: int) -> mmap.mmap:
+    """Anonymous memory in huge pages where the kernel has them, which are cleared and pinned faster.
+
+    Shared memory, mmap's default, gets none. A fork leaves it to this process: what is registered
+    must not be copied on write.
+    """
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        try:
+            mapping.madvise(advice)
+        except OSError as error:  # a kernel without huge pages
+            logger.warning("madvise of host memory failed: %s", error)
+    return mapping
 
 
 def _managed(nbytes: int, device: torch.device, given: list) -> ctypes.Array:
@@ -230,13 +257,26 @@ def _managed(nbytes: int, device: torch.device, given: list) -> ctypes.Array:
     return (ctypes.c_uint8 * nbytes).from_address(address)
 
 
+def _remedy(code: int) -> str:
+    """What helps where memory cannot be registered."""
+    if code == CUDA_NOT_SUPPORTED:
+        return (
+            "This machine does not let memory be registered, as confidential virtual machines do not; "
+            f'give {{"host_memory": "managed"}} in {CONFIG_FLAG}, or drop {FLAG}.'
+        )
+    return (
+        f"Locked memory is limited to {locked_memory_limit()} (`ulimit -l`; in a container "
+        f"`--ulimit memlock=-1`): raise that, or lower host_size_gb in {CONFIG_FLAG}."
+    )
+
+
 def _check(runtime, call: str, code: int, nbytes: int) -> None:
     if int(code) == 0:
         return
     runtime.cudaGetLastError()  # the next launch would find it
     raise RuntimeError(
         f"{call} failed with code {int(code)} for {nbytes / 1e9:.2f} GB of managed host memory; "
-        "lower host_size_gb in --decode-nsa-kv-offload-config, or add \"host_memory\": \"pinned\"."
+        f"lower host_size_gb in {CONFIG_FLAG}, or add \"host_memory\": \"pinned\"."
     )
 
 

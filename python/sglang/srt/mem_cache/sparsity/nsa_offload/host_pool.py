@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -10,13 +13,16 @@ from sglang.jit_kernel.nsa_kv_offload import (
     ORDER_MIN_ROWS_MANAGED,
     MissQueue,
 )
+from sglang.srt.distributed import get_world_group
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache
+from sglang.srt.mem_cache.sparsity.nsa_offload.host_limits import available_host_bytes
 from sglang.srt.mem_cache.sparsity.nsa_offload.host_memory import (
     HOST_RESERVE_BYTES,
     HostBuffer,
-    available_host_bytes,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
@@ -44,15 +50,16 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
     ):
         self.memory = memory
         self._show_progress = show_progress
-        super().__init__(
-            device_pool,
-            host_to_device_ratio=1.0,
-            host_size=0,
-            page_size=device_pool.page_size,
-            layout="layer_first",
-            pin_memory=memory == "pinned",
-            device="cpu",
-        )
+        with _without_words_of_another_feature():
+            super().__init__(
+                device_pool,
+                host_to_device_ratio=1.0,
+                host_size=0,
+                page_size=device_pool.page_size,
+                layout="layer_first",
+                pin_memory=memory == "pinned",
+                device="cpu",
+            )
         self.layer_ptrs = torch.tensor(
             [layer.data_ptr() for layer in self.kv_buffer],
             dtype=torch.uint64,
@@ -133,21 +140,45 @@ class NSAKVOnlyTokenToKVPoolHost(HostKVCache):
         raise NotImplementedError("storage backends are not combined with offloading")
 
 
+@contextmanager
+def _without_words_of_another_feature():
+    """While open, the base class does not log that the hierarchical cache takes memory."""
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return "hierarchical" not in record.getMessage()
+
+    base = logging.getLogger(HostKVCache.__module__)
+    base.addFilter(is_ours)
+    try:
+        yield
+    finally:
+        base.removeFilter(is_ours)
+
+
 def check_host_memory(
-    num_bytes: int, ranks_on_host: int, asked_by: str, retraction_bytes: int = 0
+    num_bytes: int,
+    ranks_on_host: int,
+    asked_by: str,
+    retraction_bytes: int = 0,
+    replicas: int = 1,
 ) -> None:
-    """Refuse a host pool that the machine cannot hold.
+    """Refuse a host pool that the machine cannot hold; on all ranks of the server or on none.
+
+    All ranks meet here before any of them takes its pool, so a late one does not count as used what
+    the others have taken. The servers that ``--dp-size`` alone makes do not meet: each is held
+    against what is free when it comes, and warned where not all of them would fit.
 
     Args:
         num_bytes: bytes of one rank's pool.
         ranks_on_host: every rank on this host takes its own copy.
         asked_by: the setting that led to the size, for the message.
         retraction_bytes: of one rank's retracted requests, taken while serving.
+        replicas: servers on this host, of as many ranks each.
 
     Raises:
         ValueError: names the setting, the size and what is free.
     """
-    free = available_host_bytes() - HOST_RESERVE_BYTES
+    free = _least_of_all_ranks(available_host_bytes()) - HOST_RESERVE_BYTES
     total = (num_bytes + retraction_bytes) * ranks_on_host
     if total > free:
         most = max(0, free // ranks_on_host - retraction_bytes)
@@ -160,3 +191,24 @@ def check_host_memory(
             f"--decode-nsa-kv-offload-config '{{\"host_size_gb\": N}}' with N at most "
             f"{most // 1e8 / 10:.1f}, or lower --max-total-tokens."
         )
+    if total * replicas > free:
+        logger.warning(
+            "%d servers of --dp-size need %.2f GB of host memory together, and %.2f GB are free after "
+            "a reserve of %.1f GB. Unless others of them have taken theirs already, they do not fit: "
+            "lower host_size_gb in --decode-nsa-kv-offload-config.",
+            replicas,
+            total * replicas / 1e9,
+            free / 1e9,
+            HOST_RESERVE_BYTES / 1e9,
+        )
+
+
+def _least_of_all_ranks(num_bytes: int) -> int:
+    """The least of what this server's ranks found; each of them must call it."""
+    if not torch.distributed.is_initialized():
+        return num_bytes
+    least = torch.tensor(num_bytes, dtype=torch.int64)
+    torch.distributed.all_reduce(
+        least, op=torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group
+    )
+    return int(least)

@@ -173,8 +173,8 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
         # As SGLang shares out the limit of requests: among ranks of DP attention, which --tp-size
         # counts as well, and not among the servers that --dp-size alone makes.
         self._data_ranks = args.dp_size if args.enable_dp_attention else 1
-        replicas = args.dp_size // self._data_ranks
-        self._ranks_on_host = max(1, args.tp_size // args.nnodes) * replicas
+        self._replicas = args.dp_size // self._data_ranks
+        self._ranks_on_host = max(1, args.tp_size // args.nnodes)
         queries = queries_per_step(args)
         self._sizes = OffloadSizes(
             num_windows=0,
@@ -273,7 +273,9 @@ class NSAOffloadPoolConfigurator(MemoryPoolConfigurator):
             * sizes.host_bytes_per_token
         )
         retraction = self.retraction_bytes(tokens, host_bytes)
-        check_host_memory(host_bytes, self._ranks_on_host, self._host_setting(), retraction)
+        check_host_memory(
+            host_bytes, self._ranks_on_host, self._host_setting(), retraction, self._replicas
+        )
         return OffloadPoolConfig(
             max_total_num_tokens=tokens,
             offload=replace(sizes, retraction_bytes=retraction),
