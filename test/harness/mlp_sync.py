@@ -39,7 +39,7 @@ def padded(
                 seen.append(batch.forward_mode.name)
         return init_new(cls, batch, runner)
 
-    with mock.patch.object(ForwardBatch, "init_new", classmethod(padded_init)), _pinned_where_there_is_a_gpu():
+    with mock.patch.object(ForwardBatch, "init_new", classmethod(padded_init)), pinned_where_there_is_a_gpu():
         yield
 
 
@@ -57,7 +57,7 @@ def idle_forward(engine, tokens: int):
     batch = scheduler.get_idle_batch().get_model_worker_batch()
     _name_tokens(batch, tokens)
     batch.is_extend_in_batch = batch.can_run_dp_cuda_graph = False
-    with _pinned_where_there_is_a_gpu(), scheduler.device_module.StreamContext(stream), torch.inference_mode():
+    with pinned_where_there_is_a_gpu(), scheduler.device_module.StreamContext(stream), torch.inference_mode():
         forward_batch = ForwardBatch.init_new(batch, engine.model_runner)
         return engine.model_runner.forward(forward_batch)
 
@@ -70,7 +70,7 @@ def _name_tokens(batch, tokens: int) -> None:
 
 
 @contextlib.contextmanager
-def _pinned_where_there_is_a_gpu() -> Iterator[None]:
+def pinned_where_there_is_a_gpu() -> Iterator[None]:
     """SGLang pins the list of token counts, which needs a GPU."""
     import torch
 
