@@ -112,13 +112,20 @@ def test_abort(node, expected, state):
 
 
 @pytest.mark.parametrize(
-    "state, mode", [("transferring", "retract"), ("running", "retract"), ("running", "in_place"), ("retracted", "retract")]
+    "state, mode",
+    [
+        ("transferring", "retract"),
+        ("running", "retract"),
+        ("running", "in_place"),
+        ("running", "abort"),
+        ("retracted", "retract"),
+    ],
 )
-def test_pause_and_resume(node, expected, state, mode):
+def test_pause_flush_and_resume(node, expected, state, mode):
     engine, delivery = node
     _, rids, room = bring_to(engine, delivery, state)
     engine.pause(mode)
-    engine.step()
+    assert not flush(engine), "flushed over requests"
     if room is not None:
         delivery.deliver(room)
     engine.step()

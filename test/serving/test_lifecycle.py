@@ -91,6 +91,26 @@ def test_paused_with_retraction(tiny_model, expected, overlap):
         assert_survivors(engine, rids, expected)
 
 
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_paused_flushed_and_continued(tiny_model, expected, overlap, mode):
+    """A flush over paused requests is refused, as without the flag; they go on with the same tokens."""
+    from sglang.srt.managers.io_struct import FlushCacheReqInput, FlushCacheReqOutput
+
+    with engine_on(tiny_model, overlap) as engine:
+        rids = submit_all(engine)
+        engine.step_until(lambda: all(len(engine.outputs[rid]) > 4 for rid in rids))
+        before = sum(len(engine.outputs[rid]) for rid in rids)
+        engine.pause(mode)
+        engine.control(FlushCacheReqInput())
+        for _ in range(3):
+            engine.step()
+        assert [reply.success for reply in engine.replies if isinstance(reply, FlushCacheReqOutput)] == [False]
+        assert sum(len(engine.outputs[rid]) for rid in rids) - before <= 2 * len(rids), "it was not paused"
+        engine.resume()
+        assert_survivors(engine, rids, expected)
+        assert engine.flush()
+
+
 def test_full_host_pool_queues_or_retracts(tiny_model, expected, overlap):
     """The pool holds about two of the requests; nothing raises, and all are served."""
     with engine_on(tiny_model, overlap, max_total_tokens=640) as engine:

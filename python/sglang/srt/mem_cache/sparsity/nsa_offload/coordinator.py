@@ -401,8 +401,9 @@ class NSAOffloadCoordinator(SparseCoordinator):
         Raises:
             RuntimeError: names what leaked.
         """
+        # The tables change on the stream of whoever asks, so no forward may be at work on them.
+        self.controller.synchronize(forwards=True)
         self._apply_pending()
-        self.controller.synchronize()
         leaks = {
             "leases": len(self._leases),
             "windows": self.windows.num_windows - self.windows.num_free,
