@@ -75,7 +75,7 @@ def options(tokens):
     """By name, what one request asks for; ``tokens`` are the plain greedy answer to the prompt."""
     return {
         "plain": {},
-        "logprobs": {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3},
+        "logprobs": {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3, "token_ids_logprob": [1, 2]},
         "stop token": {"stop_token_ids": [tokens[20]], "ignore_eos": False},
         "stop string": {"stop": [f"<{tokens[15]}><{tokens[16]}>"], "ignore_eos": False},
         "grammar": {"regex": "7"},
