@@ -23,6 +23,7 @@ UPSTREAM = {
     "sglang/srt/pool.py": "def pool():\n    return 1\n",
 }
 ARGS, POOL, NEW = (f"python/sglang/srt/{name}.py" for name in ("args", "pool", "offload"))
+PROGRAM = POOL
 TEST = "test/srt/test_offload.py"
 
 
@@ -35,7 +36,9 @@ def make_wheel(cache: Path) -> str:
         for name, text in UPSTREAM.items():
             code = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())
             record += f"{name},sha256={code.decode().rstrip('=')},{len(text)}\n"
-            archive.writestr(name, text)
+            info = zipfile.ZipInfo(name)
+            info.external_attr = (0o100755 if name == PROGRAM.removeprefix("python/") else 0o100644) << 16
+            archive.writestr(info, text)
         archive.writestr("sglang-1.0.dist-info/RECORD", record)
         archive.writestr("sglang-1.0.dist-info/METADATA", "Name: sglang\nVersion: 1.0\n")
     return hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -398,6 +401,16 @@ class TestApply:
             assert "args.py: changed since" in repo.fails(command, site)
         assert snapshot(site) == before
 
+    def test_another_release_installed_over_it(self, repo, tmp_path):
+        """As pip does it: its files are new, its metadata is, and what the series added stays."""
+        repo.two_patches()
+        site = site_packages(repo, tmp_path)
+        repo.run("apply", site)
+        (site / "sglang/srt/args.py").write_text("of 1.1\n")
+        (site / "sglang-1.0.dist-info").rename(site / "sglang-1.1.dist-info")
+        said = repo.fails("reverse", site)
+        assert "applied to sglang 1.0, and 1.1 was installed over it" in said and "reverse the series before pip" in said
+
     def test_cut_short(self, repo, tmp_path, monkeypatch):
         repo.two_patches()
         site = site_packages(repo, tmp_path)
@@ -468,10 +481,22 @@ class TestExport:
         for command in (["init", "-q"], ["add", "."], [*sign, "commit", "-qm", "base"]):
             subprocess.run(["git", *command], cwd=fresh, check=True)
         mails = sorted(str(path) for path in (out / "mails").iterdir())
-        subprocess.run(["git", *sign, "am", "-q", *mails], cwd=fresh, check=True)
+        subprocess.run(["git", *sign, "am", "-q", "--keep-non-patch", *mails], cwd=fresh, check=True)
         for path in (ARGS, NEW, TEST):
             assert (fresh / path).read_text() == (repo.tree / path).read_text()
         assert "not an empty folder" in repo.fails("export", out)
+
+
+    def test_subjects_and_modes_are_kept(self, repo, tmp_path):
+        """A plain unzip of the wheel forgets that a file is a program."""
+        repo.two_patches()
+        name = sorted(path.stem for path in (repo.root / "patches").glob("*.patch"))[-1]
+        repo.patch(name, repo.read(name).replace("Subject: ", "Subject: [NSA] ", 1))
+        out = tmp_path / "out"
+        assert "--keep-non-patch" in repo.run("export", out, "--mails")
+        assert "Subject: [PATCH 2/2] [NSA] " in sorted((out / "mails").iterdir())[-1].read_text()
+        listed = subprocess.run(["git", "ls-tree", "base", PROGRAM], cwd=out, capture_output=True, text=True).stdout
+        assert listed.startswith("100755 ")
 
 
 class TestCheck:

@@ -66,6 +66,8 @@ def _export(project: Project, args) -> None:
     for number, title in enumerate(titles, start=1):
         print(f"{number:4}  {title}")
     print(f"{args.dir}: {len(titles)} commits on branch {export.BRANCH}")
+    if args.mails:
+        print("apply the mails with: git am --keep-non-patch mails/*.patch  (plain git am drops [NSA] and [PD])")
 
 
 def _check(project: Project, args) -> None:

@@ -32,12 +32,13 @@ class Standing(enum.Enum):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``apply`` wrote: hashes by upstream path, and the folders it made."""
+    """What ``apply`` wrote: hashes by upstream path, the folders it made, and the release it was."""
 
     edited: dict[str, str]
     originals: dict[str, str]
     added: dict[str, str]
     folders: list[str]
+    version: str = ""
 
 
 def status(project: Project, target: Target) -> Standing:
@@ -151,7 +152,8 @@ def _plan(project: Project, target: Target):
                 folders.add(parent.as_posix())
     originals = {path: project.base.files[path] for path in edited}
     deepest_first = sorted(folders, reverse=True)
-    manifest = Manifest(_digests(edited), originals, _digests(added), deepest_first)
+    version = target.version(project.pin.name) or ""
+    manifest = Manifest(_digests(edited), originals, _digests(added), deepest_first, version)
     return manifest, edited, added
 
 
@@ -181,10 +183,23 @@ def _is_whole(target: Target, manifest: Manifest) -> bool:
         if found != after:
             whole = False
             if found != manifest.originals.get(path):
+                _check_release(target, manifest)
                 raise SeriesError(
                     f"{place}: changed since the series was applied; put back what it was then, or install SGLang anew"
                 )
     return whole
+
+
+def _check_release(target: Target, manifest: Manifest) -> None:
+    """Raise SeriesError where pip has put another release over the one that the series was applied to."""
+    found = target.version("sglang")
+    if not manifest.version or found in (None, manifest.version):
+        return
+    raise SeriesError(
+        f"{target.folder}: the series was applied to sglang {manifest.version}, and {found} was installed over "
+        f"it. Remove {target.package}, which still holds files of the series, and install {found} anew; "
+        "another time, reverse the series before pip"
+    )
 
 
 def _digests(files: dict[str, bytes]) -> dict[str, str]:

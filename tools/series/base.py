@@ -128,6 +128,10 @@ def _unpack(wheel: Path, folder: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(partial / "python")
+        for item in archive.infolist():
+            mode = item.external_attr >> 16 & 0o777  # extractall leaves it out
+            if mode and not item.is_dir():
+                (partial / "python" / item.filename).chmod(mode)
     try:
         partial.rename(folder)
     except OSError:

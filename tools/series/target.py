@@ -29,15 +29,16 @@ class Target:
         """The folder of the ``sglang`` package."""
         return self.place("python/sglang")
 
+    def version(self, name: str) -> str | None:
+        """Return the tag of a checkout, the release of an installed package; None where none is known."""
+        return _nearest_tag(self.folder) if self.is_checkout else _installed_version(self.folder, name)
+
     def check_version(self, pin: Pin) -> None:
         """Raise SeriesError when this is known to be another release than `pin`.
 
         A checkout without tags tells no version; its touched files decide then.
         """
-        if self.is_checkout:
-            found, wanted = _nearest_tag(self.folder), pin.tag
-        else:
-            found, wanted = _installed_version(self.folder, pin.name), pin.version
+        found, wanted = self.version(pin.name), pin.tag if self.is_checkout else pin.version
         if found and found != wanted:
             raise SeriesError(f"{self.folder}: holds {pin.name} {found}; the series is for {wanted}")
 
