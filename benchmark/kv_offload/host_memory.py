@@ -21,15 +21,16 @@ from sglang.jit_kernel import nsa_kv_offload as kernels
 
 ROW_BYTES, TOP_K, BATCH, WINDOW, RING, FIRST_SLOT = 656, 2048, 13, 4096, 64, 64
 LAYER_ROWS = 4_194_304  # of one layer, 2.75 GB: beyond 2^31 bytes
-LAUNCHES = 10
+LAYERS = 8  # in turn: one layer's address translations would stay in the GPU's caches
+LAUNCHES = 24
 SETTLED_BYTES = 1 << 30
 
 
-def gather_us(rows: torch.Tensor, order_min_rows: int, device: str) -> float:
+def gather_us(layers: list, order_min_rows: int, device: str) -> float:
     """Median microseconds of a gather of 26,624 rows in chance order, none of them read before.
 
     Args:
-        rows: ``[n, 656]`` uint8, host rows of one layer.
+        layers: each ``[n, 656]`` uint8, host rows of one layer; gathered from in turn.
         order_min_rows: as the pool's queue has it.
     """
 
@@ -37,14 +38,15 @@ def gather_us(rows: torch.Tensor, order_min_rows: int, device: str) -> float:
         return torch.full(shape, value, dtype=dtype, device=device)
 
     count = BATCH * TOP_K
-    order = torch.randperm(len(rows), device=device)[: LAUNCHES * count].int()
-    queue = kernels.MissQueue(BATCH, TOP_K, len(rows), device, order_min_rows)
+    order = torch.randperm(len(layers[0]), device=device)[: LAUNCHES * count].int()
+    queue = kernels.MissQueue(BATCH, TOP_K, len(layers[0]), device, order_min_rows)
     device_rows = filled((FIRST_SLOT + BATCH * (WINDOW + RING), ROW_BYTES), 0, torch.uint8)
     topk = torch.arange(TOP_K, dtype=torch.int32, device=device).repeat(BATCH, 1)
     windows = torch.arange(BATCH, dtype=torch.int32, device=device)
     lengths, counters = filled((BATCH,), TOP_K, torch.int32), filled((3,), 0, torch.int64)
     times = []
-    for host_slots in order.view(LAUNCHES, BATCH, TOP_K):
+    for launch, host_slots in enumerate(order.view(LAUNCHES, BATCH, TOP_K)):
+        rows = layers[launch % len(layers)]
         held, used = filled((BATCH, WINDOW), -1, torch.int32), filled((BATCH, WINDOW), 0, torch.int16)
         page_table = kernels.swap_topk(
             topk, windows, windows, lengths, lengths, host_slots.contiguous(), held, used, counters, queue, TOP_K, RING, FIRST_SLOT, WINDOW + RING
@@ -78,11 +80,10 @@ def child(memory: str, num_bytes: int, device: str, layer_rows: int) -> dict:
     buffer = HostBuffer(num_bytes, memory)
     taken = time.perf_counter() - start
     least = kernels.ORDER_MIN_ROWS_MANAGED if memory == "managed" else kernels.ORDER_MIN_ROWS
-    layer = layer_rows * ROW_BYTES
-    ends = buffer.tensor[:layer], buffer.tensor[-layer:]
-    for name, part in zip((0x11, 0x22), ends):
-        part.view(-1, ROW_BYTES)[:, 0] = name
-    near, far = (gather_us(part.view(-1, ROW_BYTES), least, device) for part in ends)
+    layers = list(buffer.tensor.view(-1, ROW_BYTES).split(layer_rows))[: num_bytes // ROW_BYTES // layer_rows]
+    for name, rows in enumerate(layers):
+        rows[:, 0] = name
+    near, far = (gather_us(part, least, device) for part in (layers[:LAYERS], layers[-LAYERS:]))
     return {"take_s": round(taken, 2), "gather_near_us": near, "gather_far_us": far, "free_huge_gb": huge and round(huge / 1e9, 1)}
 
 
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--managed-gb", nargs="*", type=float, default=[28, 64, 96])
     parser.add_argument("--pinned-gb", nargs="*", type=float, default=[28, 64])
+    parser.add_argument("--append", action="store_true", help="keep the rows that the file has")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -129,7 +131,7 @@ def main() -> None:
         print(json.dumps({"gpu": torch.cuda.get_device_name(), **row}), flush=True)
         time.sleep(60 * (then == "wait"))
         return
-    rows = []
+    rows = json.loads(args.out.read_text()) if args.append else []
     for memory, sizes in (("pinned", args.pinned_gb), ("managed", args.managed_gb)):
         for gigabytes in sizes:
             for killed in (False, True):

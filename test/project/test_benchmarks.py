@@ -182,6 +182,7 @@ def test_host_memory_reads_both_ends(swap_layer, monkeypatch):
     host_memory = load("host_memory")
     monkeypatch.setattr(host_memory, "TOP_K", 64)
     monkeypatch.setattr(host_memory, "WINDOW", 128)
+    monkeypatch.setattr(host_memory, "LAYERS", 2)
     rows = host_memory.LAUNCHES * host_memory.BATCH * 64
     row = host_memory.child("plain", 3 * rows * host_memory.ROW_BYTES, "cpu", rows)
     assert row["take_s"] >= 0 and set(row) == {"take_s", "gather_near_us", "gather_far_us", "free_huge_gb"}
