@@ -202,6 +202,8 @@ def test_abort_before_the_prefill_node_knows_the_slots(node, expected):
     with mock.patch.object(SparseCacheController, "writes_in_flight", lambda controller, forwards: [event]):
         victim = engine.submit(PROMPTS[1], NEW_TOKENS, **delivery.place(1))
         engine.step_until(lambda: victim in queues(engine)["transferring"])
+        (entry,) = engine.scheduler.disagg_decode_transfer_queue.queue
+        assert isinstance(entry.kv_receiver, FakeKVReceiver) and not entry.kv_receiver.has_sent_metadata
         engine.abort(victim)
         engine.step()
         assert engine.finished[victim]["type"] == "abort" and not flush(engine)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
-from sglang.srt.disaggregation.held_receiver import HeldReceiver
+from sglang.srt.disaggregation.held_transfer import HeldTransfer
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.sparsity.algorithms.deepseek_nsa import DeepSeekNSAAlgorithm
 from sglang.srt.mem_cache.sparsity.core.sparse_coordinator import (
@@ -210,7 +210,7 @@ class NSAOffloadCoordinator(SparseCoordinator):
         """
         events = self.controller.writes_in_flight(forwards=bool(self._released))
         if events:
-            HeldReceiver(decode_req, events)
+            HeldTransfer(decode_req.kv_receiver, events)
 
     def _write_back_last_rows(self, row: int, lease: Lease, committed: int) -> None:
         """Complete a finished request on the host, where a prefix cache keeps its slots.

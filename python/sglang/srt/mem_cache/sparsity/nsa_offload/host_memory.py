@@ -35,9 +35,9 @@ MAX_TOUCH_THREADS = 8
 # Left to the operating system and to other processes, as SGLang's own host pools do.
 HOST_RESERVE_BYTES = 10 << 30
 
-# Managed memory has run up to this size (benchmark/kv_offload/results/h200/host_memory.json); above
-# it pinned memory is the default.
-MANAGED_MAX_BYTES = 28 << 30
+# Managed memory of one rank has run up to this size (benchmark/kv_offload/results/h200/host_memory.json);
+# above it pinned memory is the default.
+MANAGED_MAX_BYTES = 96 * 10**9
 
 
 def memory_for(
