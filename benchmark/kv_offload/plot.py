@@ -1,7 +1,7 @@
 """Draws the committed measurements of a GPU beside each other.
 
     pip install -r benchmark/kv_offload/requirements-plot.txt
-    python benchmark/kv_offload/plot.py benchmark/kv_offload/results/h200          # writes swap_layer.svg, decode_step.svg and capacity.svg there
+    python benchmark/kv_offload/plot.py benchmark/kv_offload/results/h200          # writes an svg beside each of the data
 """
 
 import argparse
@@ -98,12 +98,25 @@ def capacity(rows: list, out: Path) -> None:
     figure.savefig(out)
 
 
+def turnover(rows: list, out: Path) -> None:
+    impls = [impl for impl in ("dense", "ours", "ours_pinned", "hisparse") if any(r["impl"] == impl for r in rows)]
+    groups = [f"{context:,} tokens" for context in dict.fromkeys(r["context"] for r in rows)]
+    values = {(f"{r['context']:,} tokens", r["impl"]): r["tokens_per_s"] / 1000 for r in rows}
+    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    grouped(axis, groups, impls, values, "1000 tokens a second")
+    axis.legend(fontsize=8, frameon=False)
+    first = rows[0]
+    text = f"{first['layers']} layers, {first['kv_dtype']}, {first['outstanding']} requests outstanding, 16 to 96 tokens each"
+    axis.set_title(f"Turnover, {first['gpu']}: {text}", fontsize=11)
+    figure.savefig(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="with the data of one GPU")
     folder = parser.parse_args().folder
     plt.rcParams["svg.hashsalt"] = "kv_offload"  # the same data give the same file, but for its date
-    for draw in (swap_layer, decode_step, capacity):
+    for draw in (swap_layer, decode_step, capacity, turnover):
         data = folder / f"{draw.__name__}.json"
         draw(json.loads(data.read_text()), data.with_suffix(".svg"))
 
