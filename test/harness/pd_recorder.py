@@ -1,8 +1,10 @@
-"""An SGLang plugin for the servers of a pair: writes down where latent rows and index keys were sent.
+"""An SGLang plugin for the servers of a pair: writes down where latent rows and index keys were sent, and when.
 
 Loaded where `install` has put its entry point on the path; writes to the folder that ``PD_RECORD`` names. On one machine all memory is
 alike, so equal tokens alone do not show that a transfer went to the right kind of memory; the addresses do. Servers load a
 copy, which imports nothing of the harness: a stock server's path must not get the patched tree.
+
+``PD_SLOW=RANK:SECONDS`` has the prefill node sleep so long in the middle of each write to that rank of a decode node, over mooncake.
 """
 
 import atexit
@@ -12,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -39,7 +42,11 @@ def _plugin() -> str:
 
 
 def read(folder: Path, name: str) -> List[Dict[str, Any]]:
-    """Records of one kind, in the order written: "sent" (by the prefill node) or "places" (of the decode node)."""
+    """Records of one kind, in the order written.
+
+    "sent" by the prefill node; of the decode node "places", "announced" (a destination was sent) and "left" (its request is no
+    longer in transfer). Times are of the machine's monotonic clock.
+    """
     path = Path(folder) / f"{name}.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # the last one may be half written
@@ -53,9 +60,10 @@ def activate() -> None:
         except ImportError:
             continue
         _record_sent(getattr(module, manager))
-    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
 
     _record_places(DecodePreallocQueue)
+    _record_lives(DecodePreallocQueue, DecodeTransferQueue)
 
 
 def _write(name: str, record: Dict[str, Any]) -> None:
@@ -71,11 +79,20 @@ def _record_sent(manager) -> None:
     @functools.wraps(send)
     def recorded(self, **call):
         source, target = call["prefill_data_indices"], call["dst_data_indices"]
+        peer = getattr(self, "decode_kv_args_table", {}).get(call.get("mooncake_session_id"))
+        rank = peer.dst_tp_rank if peer is not None else 0
+        begin = time.monotonic()
+        slow_rank, seconds = os.environ.get("PD_SLOW", "-1:0").split(":")
+        if rank == int(slow_rank):
+            time.sleep(float(seconds))
         with nixl_dram.recording() as requests:
             result = send(self, **call)
         _write(
             "sent",
             {
+                "to_rank": rank,
+                "begin": begin,
+                "end": time.monotonic(),
                 "latent": list(call["src_data_ptrs"]) == list(self.kv_args.kv_data_ptrs),
                 "pointers": [int(p) for p in call["dst_data_ptrs"]],
                 "page_bytes": [int(n) for n in call["item_lens"]],
@@ -117,3 +134,30 @@ def _record_places(queue) -> None:
 def _ranges(layers) -> List[List[int]]:
     """First address and bytes of each layer."""
     return [[layer.data_ptr(), layer.nbytes] for layer in layers]
+
+
+def _record_lives(prealloc_queue, transfer_queue) -> None:
+    """When each destination was announced, and when its request left the transfer queue."""
+    pop_preallocated, pop_transferred = prealloc_queue.pop_preallocated, transfer_queue.pop_transferred
+
+    @functools.wraps(pop_preallocated)
+    def announced(self, *args):
+        begin = time.monotonic()
+        entries, failed = pop_preallocated(self, *args)
+        for entry in entries:
+            slots = self.req_to_token_pool.req_to_token[entry.req.req_pool_idx, : len(entry.req.origin_input_ids)]
+            pages = sorted(set((slots // self.token_to_kv_pool.page_size).tolist()))
+            _write("announced", {"room": entry.req.bootstrap_room, "rank": self.tp_rank, "time": begin, "pages": pages})
+        return entries, failed
+
+    @functools.wraps(pop_transferred)
+    def left(self, *args):
+        before = [entry.req.bootstrap_room for entry in self.queue]
+        popped = pop_transferred(self, *args)
+        still = {entry.req.bootstrap_room for entry in self.queue}
+        for room in before:
+            if room not in still:
+                _write("left", {"room": room, "rank": self.tp_rank, "time": time.monotonic()})
+        return popped
+
+    prealloc_queue.pop_preallocated, transfer_queue.pop_transferred = announced, left
