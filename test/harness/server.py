@@ -39,20 +39,26 @@ class ServerError(RuntimeError):
     """The server died, did not become ready, or refused a request."""
 
 
-def free_port() -> int:
-    """A port that was free just now and that this process was not given before."""
+def free_port(count: int = 1) -> int:
+    """A port that was free just now and that this process was not given before; with ``count`` the first of so many."""
     for _ in range(100):
-        port = _random.randrange(_FIRST_PORT, _FIRST_PORT + 750)
-        if port in _drawn:
+        port = _random.randrange(_FIRST_PORT, _FIRST_PORT + 750 - count)
+        ports = set(range(port, port + count))
+        if ports & _drawn:
             continue
-        _drawn.add(port)
-        with socket.socket() as s:
-            try:
-                s.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                continue
+        _drawn.update(ports)
+        if all(map(_is_free, ports)):
+            return port
     raise ServerError("no free port")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as s:
+        try:
+            s.bind(("127.0.0.1", port))
+            return True
+        except OSError:
+            return False
 
 
 def _binding(command: Sequence[str]) -> Dict[str, str]:
@@ -87,6 +93,8 @@ class Server:
         command = ["--model-path", str(model_path)]
         command += ["--device", "cpu", "--attention-backend", "nsa", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--nccl-port", str(free_port())]  # SGLang's own draw is one that the kernel may give away meanwhile
+        if "--enable-dp-attention" in args:  # its ranks talk over ports that follow this one
+            command += ["--dist-init-addr", f"127.0.0.1:{free_port(count=12)}"]
         command += ["--mem-fraction-static", "0.1", "--max-total-tokens", "20032", "--max-running-requests", "16"]
         command += ["--skip-server-warmup", *args]
         environment = child_environment(**{**_binding(command), **(env or {})})

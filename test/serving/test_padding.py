@@ -145,7 +145,7 @@ def test_decode_batch_that_comes_as_a_prefill_is_refused(tiny_model):
             batch.is_extend_in_batch = True
         return init_new(cls, batch, runner)
 
-    with engine_of(tiny_model, 0) as engine, mlp_sync._pinned_where_there_is_a_gpu():
+    with engine_of(tiny_model, 0) as engine, mlp_sync.pinned_where_there_is_a_gpu():
         engine.submit(offload.prompts([100])[0], 4)
         with mock.patch.object(ForwardBatch, "init_new", classmethod(beside_a_prefill)):
             with pytest.raises(RuntimeError, match="DECODE batch came as EXTEND"):
