@@ -6,11 +6,14 @@ Tokens are compared with a server of two such ranks without the flag. A request 
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Dict, List, NamedTuple
 
 import pytest
 from harness import offload, pd
 from harness.server import Server
+
+from sglang.srt.mem_cache.sparsity.nsa_offload import plan
 
 RANKS = ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--disable-cuda-graph", "--disable-radix-cache"]
 RANKS += ["--sleep-on-idle"]
@@ -19,6 +22,7 @@ NEW_TOKENS = 12
 POOL = ["--max-total-tokens", "1024", "--max-running-requests", "16"]
 # SGLang's own test switch, by a rank's steps.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+TOKENS = 20480  # of a rank of the pair's decode node
 SPECULATION = ["--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1"]
 
 
@@ -113,6 +117,27 @@ def test_multi_token_prediction(draft_model, tmp_path, steps, more):
     assert sum(off.verify_steps) < NEW_TOKENS * len(WORK.mixed)
 
 
+def check_plan(model, info) -> None:
+    """What ``plan`` answers for as many tokens is what each rank of the server has taken."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    asked = plan.Question(
+        {key: config[key] for key in plan.DEEPSEEK_V32},
+        "fp8_e4m3",
+        kv_bytes=10**9,
+        context=TOKENS // 8,
+        batch=8,  # of a rank: the server's limit of 16 is for both
+        config=offload.offload_args()["decode_nsa_kv_offload_config"],
+        ranks=2,
+        data_ranks=2,
+    )
+    side = plan.answer(asked).on
+    states = [state["decode_nsa_kv_offload"] for state in info["internal_states"]]
+    assert len(states) == 2
+    for state in states:
+        assert (state["tokens"], state["windows"]) == (TOKENS, 9)
+        assert (state["host_bytes"], state["device_bytes"]) == (side.host_bytes, side.device_bytes)
+
+
 @pytest.mark.skipif(pd.missing("mooncake") is not None, reason=str(pd.missing("mooncake")))
 @pytest.mark.parametrize("prefill_ranks, cache", [("1", []), ("2", ["--disaggregation-decode-enable-radix-cache"])])
 def test_decode_node_of_a_pair(tiny_model, tmp_path, prefill_ranks, cache):
@@ -126,7 +151,7 @@ def test_decode_node_of_a_pair(tiny_model, tmp_path, prefill_ranks, cache):
             folder,
             args=offload.command_line("fp8_e4m3"),
             prefill_args=["--sleep-on-idle", "--tp-size", prefill_ranks, "--disable-radix-cache", "--chunked-prefill-size", "256"],
-            decode_args=[*ranks, *cache, *decode_args],
+            decode_args=[*ranks, "--max-total-tokens", str(TOKENS), *cache, *decode_args],
         ) as pair:
             prompts = WORK.mixed
             with ThreadPoolExecutor(4) as pool:
@@ -134,6 +159,8 @@ def test_decode_node_of_a_pair(tiny_model, tmp_path, prefill_ranks, cache):
             again = [pair.generate(prompts[i], NEW_TOKENS, decode={"routed_dp_rank": i % 2}) for i in (5, 6)]
             assert pair.decode.healthy(), pair.decode.log_tail()
             cached = [answer["meta_info"]["cached_tokens"] for answer in again]
+            if decode_args:
+                check_plan(tiny_model, json.loads(pair.decode.get("/server_info")))
             return [[answer["output_ids"] for answer in first + again], [tokens > 0 for tokens in cached]]
 
     off = serve_pair(tmp_path / "off")
