@@ -71,8 +71,10 @@ def serve(model, log, args, env) -> Served:
             aborted = [ask(ids, 1, 300, rid=f"gone-{i}") for i, ids in enumerate(WORK.aborted[:2])]
             stay = [ask(ids, 1, 16) for ids in WORK.aborted[2:]]
             time.sleep(0.3)
-            for i in range(len(aborted)):
-                server.post("/abort_request", {"rid": f"gone-{i}"})
+            for i, future in enumerate(aborted):
+                while not future.done():  # one that has not arrived yet is not heard of
+                    server.post("/abort_request", {"rid": f"gone-{i}"})
+                    time.sleep(0.1)
             ended = [future.result()["meta_info"]["finish_reason"]["type"] for future in aborted]
             assert ended == ["abort", "abort"], ended
             tokens = {
